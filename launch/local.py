@@ -9,6 +9,7 @@ torch nor vllm.
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 
 from areal_megatron import config_file, descriptors
@@ -26,6 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = start.parser("launch.local", __doc__.split("\n")[0])
     dry_run.add_flag(parser)
     options = parser.parse_intermixed_args(arguments)
+    options.again = _again(parser.prog, sys.argv[1:] if arguments is None else arguments)
     try:
         config = config_file.load(options.config, options.overrides)
         config.machine.device = device_of(config)
@@ -44,6 +46,11 @@ def main(arguments: list[str] | None = None) -> int:
     except (ConfigError, Replaced) as e:
         print(f"error: {e}", file=sys.stderr)
         return 2 if isinstance(e, ConfigError) else Outcome.REPLACED
+
+
+def _again(program: str, arguments: list[str]) -> str:
+    """Returns the command that starts the run once more."""
+    return shlex.join([*program.split(), *(word for word in arguments if not word.startswith(("resume=", "updates=")))])
 
 
 def device_of(config: Config) -> str:

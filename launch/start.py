@@ -55,6 +55,7 @@ def parser(module: str, description: str) -> argparse.ArgumentParser:
         help="start the run again from its newest checkpoint if a process fails, N times at most",
     )
     add_python(made)
+    made.set_defaults(again="")
     return made
 
 

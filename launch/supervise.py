@@ -18,6 +18,7 @@ from areal_megatron.observe.console import Console
 from areal_megatron.observe.metrics import STEPS, read_metrics, read_status
 from areal_megatron.run import Away, Replaced, is_engine, is_server
 from launch import output, start
+from launch.closing import closing
 from launch.elastic import Elastic
 from launch.failure import REFUSED, Failure, Failures
 from launch.health import Health
@@ -77,9 +78,7 @@ def supervise(
             while (failure := watch.incarnation()) and watch.may_restart(failure):
                 watch.begin_again()
     except KeyboardInterrupt:
-        print("interrupted: all processes of the run have been ended", file=sys.stderr)
-        outcome = Outcome.INTERRUPTED
-        return outcome
+        problem, outcome = "interrupted: all processes of the run have been ended", Outcome.INTERRUPTED
     except (HostError, ConfigError, Replaced) as e:
         problem = f"error: {e}"
         outcome = {HostError: Outcome.LOST, ConfigError: Outcome.REFUSED, Replaced: Outcome.REPLACED}[type(e)]
@@ -90,7 +89,9 @@ def supervise(
             outcome = Outcome.STOPPED if _phase(beginning, _LAST_LOOK_S) == "stopped" else Outcome.DONE
     finally:
         watch.close(outcome)
-    print(problem or watch.console.summary(), file=sys.stderr if problem else sys.stdout)
+    print(problem or watch.console.summary(), file=sys.stderr if problem else sys.stdout, flush=True)
+    if outcome is not Outcome.REPLACED:  # else it goes on elsewhere
+        print(closing(beginning.run, beginning.config, outcome is Outcome.DONE, options.again), flush=True)
     return outcome
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from contextlib import suppress
+from statistics import mean
 from typing import Any, TextIO
 
 from rich.console import Group
@@ -29,7 +30,7 @@ EVENTS_SHOWN = 6
 TREND_WIDTH = 32
 REDRAW_S = 0.5
 LEAST_EFFECTIVE_SHARE = 0.9
-"""Below it answers are too stale to learn from them as well as from fresh ones (docs/staleness.md)."""
+"""Mean of WARNED_EVERY updates below which a run learns less than from fresh answers (docs/staleness.md)."""
 EVENTS = ("first_batch", "engines", "trainers")
 """What is timed of a start (startup.py)."""
 WARNED_EVERY = 20
@@ -120,7 +121,15 @@ class Console:
             self._told_of_lines = True
             self._note(time.time(), f"warning: {self._reader.problem}")
         if self._live:
-            self._live.update(self._panel(status), refresh=True)
+            self._live.update(self._fitting(status), refresh=True)
+
+    def _fitting(self, status: dict[str, Any]) -> Panel:
+        """Returns the panel with as many of the last events as the terminal is high enough for."""
+        for events in range(len(self._events), 0, -1):
+            panel = self._panel(status, events)
+            if len(self._terminal.render_lines(panel)) <= self._terminal.height:
+                return panel
+        return self._panel(status, 0)
 
     @property
     def _unit(self) -> str:
@@ -165,18 +174,20 @@ class Console:
             self._print(record["time"], _line(record, len(self._steps), self._config.updates))
 
     def _warn(self, record: dict[str, Any]) -> None:
-        """Tells of an update whose answers were too stale, once in WARNED_EVERY updates."""
-        share, last = record.get("effective_share"), self._warned_at
-        if share is None or share >= LEAST_EFFECTIVE_SHARE:
+        """Tells of answers that have been too stale for WARNED_EVERY updates in the mean: single updates are while a
+        run learns fastest, and do no harm."""
+        shares = [share for step in self.updates if (share := step.get("effective_share")) is not None][-WARNED_EVERY:]
+        since = record["version"] - (-WARNED_EVERY if self._warned_at is None else self._warned_at)
+        if len(shares) < WARNED_EVERY or since < WARNED_EVERY or mean(shares) >= LEAST_EFFECTIVE_SHARE:
             return
-        if last is None or record["version"] >= last + WARNED_EVERY:
-            self._warned_at = record["version"]
-            self._note(
-                record["time"],
-                f"warning: effective_share {share:.2f} is below {LEAST_EFFECTIVE_SHARE:g}, answers are too stale; "
-                f"lower rollout.max_staleness={self._config.rollout.max_staleness} or mask by ppo.correction, see "
-                "docs/staleness.md",
-            )
+        self._warned_at = record["version"]
+        self._note(
+            record["time"],
+            f"warning: effective_share was {mean(shares):.2f} over {WARNED_EVERY} updates, below "
+            f"{LEAST_EFFECTIVE_SHARE:g}: answers are too stale; lower "
+            f"rollout.max_staleness={self._config.rollout.max_staleness} or optimizer.lr, or mask by ppo.correction, "
+            "see docs/staleness.md",
+        )
 
     def _advise(self, record: dict[str, Any]) -> None:
         """Tells which pool is short, once in ADVISED_EVERY updates."""
@@ -198,12 +209,13 @@ class Console:
     def _print(self, when: float, line: str) -> None:
         self._terminal.print(Text(_stamped(when, line)))
 
-    def _panel(self, status: dict[str, Any]) -> Panel:
+    def _panel(self, status: dict[str, Any], events: int) -> Panel:
         body = [self._progress(), Text()]
         body.append(_facts(self._supervised_facts() if self._config.is_supervised else self._rl_facts(status)))
         if self._config.mode == "rl":
             body += [Text(), _engine_table(engines_of(status), self._config.rollout.engines)]
-        body += [Text(), Text(visible("\n".join(self._events)), style="dim")]
+        last = visible("\n".join(list(self._events)[len(self._events) - events :]))
+        body += [Text(), Text(last, "dim", no_wrap=False, overflow="fold")]
         elapsed = status.get("elapsed_s")
         return Panel(
             Group(*body),
@@ -212,7 +224,7 @@ class Console:
             subtitle=_duration(elapsed) if elapsed is not None else None,
             subtitle_align="right",
             border_style="cyan",
-            width=min(100, self._terminal.width),
+            width=self._terminal.width,
         )
 
     def _progress(self) -> Table:

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from areal_megatron.checkpoint import folder as checkpoint_folder
 from areal_megatron.config import Config
 from areal_megatron.run import Run
 from launch import records, start, supervise
+from launch.closing import closing
 from launch.hosts import Here
 from launch.lease import Lease
 from launch.memory import plan_memory
@@ -162,3 +164,37 @@ def test_records_go_on_while_the_launcher_waits(tmp_path, monkeypatch, signals):
     looking.join(10)
     assert read_record(run).outcome == "done"
     assert len([at for at in times if at < begin + 2.5]) >= 3
+
+
+def test_a_launcher_closes_with_what_was_kept_and_what_to_do_next(tmp_path, signals, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert supervised(tmp_path, Scripted(controller=WAIT, trainer=f"{REFUSES}; sys.exit(2)"), 0) == Outcome.REFUSED
+    look = "look    areal status --web run   or, as one file to pass on, areal report run"
+    assert capsys.readouterr().out.splitlines()[-3:] == [
+        "kept    no checkpoint; metrics and logs in run",
+        "again   the same command with resume=auto, from the beginning",
+        look,
+    ]
+
+
+def test_the_closing_lines_name_checkpoint_model_and_command(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run, config = Run(tmp_path / "runs" / "my run"), Config(name="my run", updates=40)
+    run.create()
+    run.begin()
+    partial = checkpoint_folder.partial(run, 20)
+    (partial / "trainer").mkdir(parents=True)
+    (partial / "trainer" / "__0_0.distcp").write_bytes(b"state")
+    checkpoint_folder.seal(run, 20, 20)
+    kept = "kept    checkpoint 'runs/my run/checkpoints/version-000020'"
+    assert closing(run, config, False, "areal train c.yaml").splitlines()[:2] == [
+        kept,
+        "resume  areal train c.yaml resume=auto",
+    ]
+    run.hf.mkdir()
+    (run.hf / "config.json").touch()
+    assert closing(run, config, True, "areal train c.yaml").splitlines() == [
+        f"{kept}, the model for transformers and vLLM in 'runs/my run/hf'",
+        "go on   areal train c.yaml resume=auto updates=80",
+        "look    areal status --web 'runs/my run'   or, as one file to pass on, areal report 'runs/my run'",
+    ]
