@@ -6,7 +6,8 @@ tables of models; what CUDA, NCCL and vLLM take besides is an allowance, and the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -19,6 +20,9 @@ from launch.memory.parts import FILLED, GIB, USABLE, GpuShares, MemoryPart, Rank
 from launch.memory.recompute import Recompute, decide, with_recompute
 from launch.memory.traffic import weight_traffic
 from launch.memory.trainer import checkpoint_bytes, host_memory, published_memory, trainer_memory
+
+_Smaller = Callable[[Config], Iterable[tuple[str, Config]]]
+"""Yields runs that need less memory than one, each with what was changed, as overrides."""
 
 
 @dataclass(frozen=True)
@@ -176,29 +180,69 @@ def _trainer_too_large(config: Config, hf_config: Mapping[str, Any], found: Rank
         f"({', '.join(f'{part.name} {_gib(part.bytes)}' for part in largest)}), a GPU has {gpu_gib:g}, of which "
         f"it may need {USABLE:.0%}, {USABLE * gpu_gib:.2f}"
     )
+
+    def room(changed: Config) -> str | None:
+        smaller = trainer_memory(changed, hf_config, True, gpu_gib)
+        return f"it is {_gib(smaller.total)}" if _fits(smaller, gpu_gib) else None
+
+    advice = _advice(config, _runs_with_smaller_trainers, room)
+    return f"{problem}: {advice or 'nothing on these GPUs is enough; ask for more of them, or for larger ones'}"
+
+
+def _advice(config: Config, smaller: _Smaller, room: Callable[[Config], str | None]) -> str:
+    """Returns which changes give a run enough room, and how much that is; if they ask for more GPUs, also those with
+    which it fits on the same, though it is slower there or its answers are shorter. Empty if none do."""
+
+    def first(changes: Iterable[tuple[str, Config]]) -> tuple[str, Config] | None:
+        for text, changed in changes:
+            with suppress(ConfigError):
+                if found := room(changed):
+                    return f"with {text} {found}", changed
+        return None
+
+    found = first(smaller(config))
+    if found and found[1].trainer_ranks <= config.trainer_ranks:
+        return found[0]
+    here = first(
+        (text, changed) for text, changed in _roomier(config, smaller) if changed.trainer_ranks <= config.trainer_ranks
+    )
+    return "; or ".join(each[0] for each in (here, found) if each)
+
+
+def _roomier(config: Config, smaller: _Smaller) -> Iterator[tuple[str, Config]]:
+    """Yields runs with the optimizer's states on the hosts, and then with ever shorter answers."""
+    on_host, rollout = replace(config.optimizer, on_host=True), config.rollout
+    for part in (1, 2, 4, 8, 16):
+        shorter = replace(rollout, max_new_tokens=rollout.max_new_tokens // part)
+        less = replace(config, optimizer=on_host, rollout=shorter if config.mode == "rl" else rollout)
+        text = "optimizer.on_host=true" + f" rollout.max_new_tokens={shorter.max_new_tokens}" * (part > 1)
+        yield text, less
+        for more, changed in smaller(less):
+            yield f"{text} {more}", changed
+
+
+def _runs_with_smaller_trainers(config: Config) -> Iterator[tuple[str, Config]]:
     for text, trainer in _smaller_trainers(config):
-        try:
-            smaller = trainer_memory(replace(config, trainer=trainer), hf_config, True, gpu_gib)
-        except ConfigError:
-            continue
-        if _fits(smaller, gpu_gib):
-            return f"{problem}: with {text} it is {_gib(smaller.total)}"
-    return f"{problem}: no tp, cp, pp and recompute of these GPUs is enough; ask for more of them, or for larger ones"
+        yield text, replace(config, trainer=trainer)
 
 
 def _smaller_trainers(config: Config) -> Iterator[tuple[str, TrainerConfig]]:
     """Yields trainers that need less memory, those that cost the least speed first; only the last need more GPUs."""
     t, longest = config.trainer, longest_row(config)
     is_long = config.is_supervised or microbatch_tokens(config) * t.cp <= longest + t.tp * t.cp
+    small = replace(t, microbatch_tokens=longest)
     if not is_long:
-        yield f"trainer.microbatch_tokens={longest}", replace(t, microbatch_tokens=longest)
+        yield f"trainer.microbatch_tokens={longest}", small
     kinds, part = ("none", "elementwise", "mlp", "full"), t.recompute_layers
     if t.recompute_modules:  # megatron-core's recomputation goes with none
         kinds = kinds[:1]
     most = kinds[-1]
-    t = replace(t, recompute_layers=0)
-    for recompute in kinds[kinds.index(t.recompute) + (not part) :]:
+    t, small = replace(t, recompute_layers=0), replace(small, recompute_layers=0)
+    more_recompute = kinds[kinds.index(t.recompute) + (not part) :]
+    for recompute in more_recompute:
         yield f"trainer.recompute={recompute}{' recompute_layers=0' * (part > 0)}", replace(t, recompute=recompute)
+    for recompute in more_recompute if not is_long and not part else ():
+        yield f"trainer.microbatch_tokens={longest} recompute={recompute}", replace(small, recompute=recompute)
     for recompute in dict.fromkeys((t.recompute, most)):
         extra = f" trainer.recompute={recompute}" if recompute != t.recompute else ""
         for factor in (2, 4, 8, 16, 32, 64):
@@ -281,15 +325,16 @@ def _too_large_to_share(
         tokens = kv_tokens(config, hf_config, left, on_cuda=True)
         longest = config.longest_sequence
         problem += f": the rest holds {tokens:,} tokens, an answer may have {longest:,} with its prompt"
-    for text, changed in _smaller_pools(config):
-        try:
-            taken = trainer_memory(changed, hf_config, True, gpu_gib).total
-            engine = engine_memory(changed, hf_config, int(gpu_gib * GIB), on_cuda=True, taken=taken)
-        except ConfigError:
-            continue
-        if _holds_an_answer(changed, hf_config, engine):
-            return f"{problem}; with {text} the cache has {_gib(engine.of('KV cache'))}"
-    return f"{problem}; lower rollout.max_new_tokens, or give each pool GPUs of its own with machine.shared=false"
+
+    def room(changed: Config) -> str | None:
+        taken = trainer_memory(changed, hf_config, True, gpu_gib).total
+        engine = engine_memory(changed, hf_config, int(gpu_gib * GIB), on_cuda=True, taken=taken)
+        holds = _holds_an_answer(changed, hf_config, engine)
+        return f"the cache has {_gib(engine.of('KV cache'))}" if holds else None
+
+    advice = _advice(config, _smaller_pools, room)
+    less = "lower rollout.max_new_tokens, or give each pool GPUs of its own with machine.shared=false"
+    return f"{problem}; {advice or less}"
 
 
 def _smaller_pools(config: Config) -> Iterator[tuple[str, Config]]:

@@ -643,8 +643,14 @@ def test_pools_that_share_a_gpu_divide_its_memory():
             r"of a GPU: the rest holds \d+,\d+ tokens, an answer may have 66,560 with its prompt; with "
             r"(reshard.staging=streamed) the cache has",
         ),
-        (shared(), 40, r"; with (trainer.dp=2 recompute=full) on 2 times as many GPUs the cache has"),
+        (shared(), 40, r"; or with (trainer.dp=2 recompute=full) on 2 times as many GPUs the cache has"),
         (shared({"dp": 2}, {"engines": 2, "max_new_tokens": 65536}), 48, r"; with (trainer.cp=2 dp=1) the cache has"),
+        (shared({}, {"max_new_tokens": 4096}), 24, r"; with (optimizer.on_host=true .*?) the cache has .*; or with "),
+        (
+            shared({}, {"max_new_tokens": 27648}),
+            24,
+            r"; with (optimizer.on_host=true rollout.max_new_tokens=6912 .*?) the cache has .*; or with ",
+        ),
         (shared({"dp": 2}, {"engines": 2}), 30, r"; with (rollout.tp=2 engines=1 trainer.tp=2 dp=1) the cache has"),
     ],
 )
