@@ -434,7 +434,8 @@ class CheckpointConfig:
 class RewardConfig:
     function: str = "math"
     """`math`; `choice`; `code`; `model`; the http:// or https:// address of a service; or the import path
-    `package.module:function` of `f(prompt, response, answer) -> float` (docs/rewards.md)."""
+    `package.module:function` of `f(prompt, response, answer) -> float`, or of one that takes a `row` as well
+    (docs/rewards.md)."""
     model: str = ""
     """For reward.function=model: the reward model, given as `model.path`, which engines of a pool of their own serve
     (docs/rewards.md)."""
@@ -471,6 +472,11 @@ class RewardConfig:
     def of_model(self) -> bool:
         """Whether a reward model scores the answers."""
         return self.function == "model"
+
+    @property
+    def is_own(self) -> bool:
+        """Whether `function` is an import path: neither built in, nor a model, nor a service."""
+        return ":" in self.function and "://" not in self.function
 
 
 @dataclass

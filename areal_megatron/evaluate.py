@@ -54,6 +54,7 @@ from areal_megatron.observe.estimates import figures
 from areal_megatron.observe.evaluation_folder import Folder, Sampled, digest, files_digest
 from areal_megatron.reward.answers import problem_with_answers
 from areal_megatron.reward.function import load_function
+from areal_megatron.reward.trial import try_rewards
 from areal_megatron.reward.workers import RewardWorkers, default_count
 from areal_megatron.run import Run, RunError, engine_name
 from areal_megatron.shown import guard
@@ -100,6 +101,7 @@ class OfflineEvaluation:
             name = self.rewards[prompt.id]
             if problem := problems[name](prompt.answer):
                 raise ConfigError(f"{prompt.where}: the reward {name} cannot use the answer: {problem}")
+        try_rewards(self.config, self.prompts, _say)
 
     @property
     def settings(self) -> dict[str, object]:
@@ -219,7 +221,12 @@ def config_of(options: argparse.Namespace) -> Config:
         rollout=RolloutConfig(tp=options.tp, max_new_tokens=options.max_new_tokens, first_weights="model"),
         reshard=ReshardConfig(staging="streamed"),  # no updates: no memory for a second copy of the weights
         reward=RewardConfig(
-            workers=options.workers, timeout_s=options.reward_timeout_s, wrong=0.0, right=1.0, truncated="scored"
+            function=options.reward or RewardConfig.function,
+            workers=options.workers,
+            timeout_s=options.reward_timeout_s,
+            wrong=0.0,
+            right=1.0,
+            truncated="scored",
         ),
     )
     config.rollout.vllm = config_file.options(options.vllm)

@@ -2,8 +2,8 @@
 
 Of each row: the prompt after the model's chat template, the right answer, and the reward that a response with the right
 answer gets. Then how many rows are left out, or would keep the run from starting, and why; and which can hardly teach
-anything. Of a model on the hub only
-the description and the tokenizer are fetched. Exit code 0: done, 2: wrong input. Imports neither torch nor vllm.
+anything. A reward function of the user is called as a launch calls it. Of a model on the hub only the
+description and the tokenizer are fetched. Exit code 0: done, 2: wrong input. Imports neither torch nor vllm.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from areal_megatron.data.supervised import read_items
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.errors import first_line
 from areal_megatron.reward.answers import problem_with_answers
-from areal_megatron.reward.function import RewardFunction, checked, load_function
+from areal_megatron.reward.function import RewardFunction, load_function, scored
 from areal_megatron.reward.math import right_answers
+from areal_megatron.reward.trial import try_rewards
 from areal_megatron.shown import guard
 from launch import start
 
@@ -53,6 +54,7 @@ def shown(config: Config, key: str, count: int) -> Iterator[str]:
     prompts = read_prompts(config, key, tokenizer, problem_with_answers, left_out)
     functions = [own.reward for own in config.by_environment()]
     loaded = [load_function(own.function, own.timeout_s) for own in functions] if prompts else []
+    try_rewards(config, prompts, lambda line: print(line, file=sys.stderr))
     for prompt in prompts[:count]:
         yield _titled(f"{prompt.where}: {len(prompt.tokens)} tokens")
         name = functions[prompt.environment].function
@@ -82,7 +84,7 @@ def _reward(name: str, function: RewardFunction, prompt: Prompt) -> str:
         answer = right_answers(prompt.answer)[0].strip() if name == "math" else prompt.answer
         response = f"\\boxed{{{answer}}}"
     try:
-        score, _ = checked(function(prompt.text, response, prompt.answer))
+        score, _ = scored(function, prompt.text, response, prompt.answer, prompt.row or {})
     except Exception as e:  # the function may be the user's
         return f"reward {name} of {_cut(response)!r} fails: {type(e).__name__}: {first_line(e)}"
     return f"reward {name} of {_cut(response)!r}: {score:g}"

@@ -30,6 +30,7 @@ from areal_megatron.observe.trackers import check_trackers
 from areal_megatron.reward.answers import problem_with_answers
 from areal_megatron.reward.function import load_function
 from areal_megatron.reward.group import load_group_function
+from areal_megatron.reward.trial import try_rewards
 from areal_megatron.run import Run
 from areal_megatron.workflows.workflow import check_workflow
 from launch.lease import Lease
@@ -276,6 +277,8 @@ def check_input(config: Config, weights: bool = True) -> Sequence[Member]:
         if own.reward.group_function:
             load_group_function(own.reward.group_function)
         check_workflow(own)
+    if config.mode == "rl":
+        try_rewards(config, members, lambda line: print(line, file=sys.stderr))
     return members
 
 

@@ -42,6 +42,8 @@ class Prompt:
     """`path:row`, for messages."""
     digest: bytes = b""
     """`digest_of` what the row says, by which a resumed run knows it."""
+    row: dict[str, Any] | None = None
+    """All columns of the row, for a reward function of the user; None for other rewards."""
 
 
 @dataclass(frozen=True)
@@ -156,6 +158,7 @@ def read_prompts(
             pass_rate=pass_rate_of(record),
             where=record.where,
             digest=digest_of_prompt(record, item),
+            row=record.row if by_environment[record.environment].reward.is_own else None,
         )
         for record, item, ids, length in zip(found, items, tokens, lengths, strict=True)
     ]

@@ -6,6 +6,7 @@ import re
 import string
 from collections.abc import Callable
 
+from areal_megatron.json_input import parse_json
 from areal_megatron.reward.code import parse_tests
 from areal_megatron.reward.math import right_answers
 from areal_megatron.reward.numeral import LONGEST_BARE, bare
@@ -23,6 +24,8 @@ def _empty(answer: str) -> str:
 def _no_formula(answer: str) -> str:
     if not answer.strip():
         return "it is empty"
+    if _holds_object(answer):
+        return "it is an object, which no formula equals: name a function of yours (docs/rewards.md#your-own-function)"
     for one in right_answers(answer):
         text = bare(one)
         if len(text) > LONGEST_BARE:
@@ -30,6 +33,17 @@ def _no_formula(answer: str) -> str:
         if not re.search(r"\w|\\", text) and text not in ("∞", "∅"):
             return "it holds no number, symbol or word to compare with"
     return ""
+
+
+def _holds_object(answer: str) -> bool:
+    """Whether an answer is a JSON object, or a list with one."""
+    if answer.lstrip()[:1] not in ("{", "["):
+        return False
+    try:
+        value = parse_json(answer)
+    except (ValueError, RecursionError):
+        return False
+    return any(isinstance(one, dict) for one in (value if isinstance(value, list) else [value]))
 
 
 def _not_a_letter(answer: str) -> str:

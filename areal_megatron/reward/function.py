@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import difflib
 import functools
+import inspect
 import reprlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from numbers import Real
+from typing import Any
 
 from areal_megatron.config import ConfigError, RewardConfig
 from areal_megatron.user_function import import_function
 
-RewardFunction = Callable[[str, str, str], float | tuple[float, str]]
-"""f(prompt, response, answer) → score, or (score, feedback).
+RewardFunction = Callable[..., float | tuple[float, str]]
+"""f(prompt, response, answer) → score, or (score, feedback); one with a parameter `row` gets the row of the data set
+as well, a dict of its columns.
 
 A score is a number from −LARGEST_SCORE to LARGEST_SCORE: 1 is correct, 0 is wrong, and others, between or beyond, count
 in proportion: reward = (1 − score) · incorrect + score · correct. Feedback is a text for a model that may try again.
@@ -33,7 +36,8 @@ def load_function(name: str, timeout_s: float = RewardConfig.timeout_s, run: str
     """Returns the function that `reward.function` names; its module may be in the current folder. `run`: the run's
     folder, if there is a run.
 
-    Raises ConfigError if there is no such function, and for `code` if this machine cannot isolate programs.
+    Raises ConfigError if there is no such function, if it cannot be called with these arguments, and for `code` if this
+    machine cannot isolate programs.
     """
     limit_s = _OWN_SHARE * timeout_s
     if name.startswith(("http://", "https://")):
@@ -45,6 +49,7 @@ def load_function(name: str, timeout_s: float = RewardConfig.timeout_s, run: str
 
         return model.function(run, limit_s)
     function = _import(name)
+    _check_signature(name, function)
     if name == "code":
         from areal_megatron.reward.sandbox import check_isolation
 
@@ -63,6 +68,49 @@ def _import(name: str) -> Callable:
     return import_function(path, "reward.function")
 
 
+def _check_signature(name: str, function: Callable) -> None:
+    if inspect.iscoroutinefunction(function):
+        raise ConfigError(f"reward.function: {name} is `async def`; a reward is a plain function: write `def`")
+    try:
+        inspect.signature(function).bind("prompt", "response", "answer", **_extra(function, {}))
+    except TypeError as e:
+        raise ConfigError(
+            f"reward.function: {name} cannot be called with (prompt, response, answer): {e}; the other columns of a "
+            "row come in a fourth argument with the name `row`"
+        ) from None
+    except ValueError:  # a function that is not written in Python does not say what it takes
+        pass
+
+
+def takes_row(function: Callable) -> bool:
+    """Whether a reward function has a parameter `row`."""
+    return bool(_extra(function, {}))
+
+
+def _extra(function: Callable, row: Mapping[str, Any]) -> dict[str, Any]:
+    """The keyword arguments of a reward function for an answer to this row."""
+    try:
+        parameter = inspect.signature(function).parameters.get("row")
+    except (TypeError, ValueError):
+        return {}
+    by_name = parameter is not None and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    return {"row": row} if by_name else {}
+
+
+def scored(
+    function: RewardFunction, prompt: str, response: str, answer: str, row: Mapping[str, Any]
+) -> tuple[float, str]:
+    """Returns the score and the feedback that a reward function gives, as `checked` does; it gets `row` if it asks.
+
+    Raises WrongResult, and whatever the function does.
+    """
+    return checked(function(prompt, response, answer, **_extra(function, row)))
+
+
+class WrongResult(ValueError):
+    """A reward function or a group function returned something else than it may."""
+
+
 def is_score(value: object) -> bool:
     """Whether a value is a finite number that may become a reward."""
     return isinstance(value, Real) and bool(abs(value) <= LARGEST_SCORE)
@@ -72,11 +120,11 @@ def checked(result: object) -> tuple[float, str]:
     """Returns the score and the feedback ("" if there is none, the first characters of a long one) from what a reward
     function returned.
 
-    Raises ValueError for a score that is no number, or beyond LARGEST_SCORE.
+    Raises WrongResult for a score that is no number, or beyond LARGEST_SCORE.
     """
     score, feedback = result if isinstance(result, tuple) and len(result) == 2 else (result, "")
     if not is_score(score):
-        raise ValueError(
+        raise WrongResult(
             f"the reward function returned {reprlib.repr(score)}, expected a finite number "
             f"of at most {LARGEST_SCORE:,.0f}"
         )

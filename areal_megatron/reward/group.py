@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from areal_megatron.config import ConfigError
-from areal_megatron.reward.function import LARGEST_SCORE, is_score
+from areal_megatron.reward.function import LARGEST_SCORE, WrongResult, is_score
 from areal_megatron.user_function import import_function
 
 KEY = "reward.group_function"
@@ -58,21 +58,21 @@ def load_group_function(path: str) -> GroupFunction:
 
 
 def checked_terms(result: object, answers: int) -> dict[str, list[float]]:
-    """Returns the terms that a group function returned. Raises ValueError that says what is wrong with them."""
+    """Returns the terms that a group function returned. Raises WrongResult that says what is wrong with them."""
     if not isinstance(result, Mapping) or len(result) > _MOST_TERMS:
-        raise ValueError(
+        raise WrongResult(
             f"{KEY} returned {reprlib.repr(result)}, expected up to {_MOST_TERMS} terms: {{name: [a number for each "
             "answer]}"
         )
     terms = {}
     for name, values in result.items():
         if not isinstance(name, str) or not name.isidentifier():
-            raise ValueError(f"{KEY} returned a term {reprlib.repr(name)}, expected a name of letters, digits and _")
+            raise WrongResult(f"{KEY} returned a term {reprlib.repr(name)}, expected a name of letters, digits and _")
         values = list(values)
         if len(values) != answers:
-            raise ValueError(f"{KEY} returned {len(values)} values of {name} for {answers} answers")
+            raise WrongResult(f"{KEY} returned {len(values)} values of {name} for {answers} answers")
         if bad := [value for value in values if not is_score(value)]:
-            raise ValueError(
+            raise WrongResult(
                 f"{KEY} returned {reprlib.repr(bad[0])} as a value of {name}, expected a finite number of at most "
                 f"{LARGEST_SCORE:,.0f}"
             )

@@ -8,14 +8,17 @@ functions print goes to stderr.
 from __future__ import annotations
 
 import ctypes
+import inspect
 import os
 import resource
 import signal
 import struct
 import sys
 import time
+import traceback
+from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import msgspec
 import numpy as np
@@ -23,7 +26,7 @@ import numpy as np
 from areal_megatron.config import ConfigError
 from areal_megatron.data.boxed import last_boxed
 from areal_megatron.data.tokenizer import Tokenizer
-from areal_megatron.reward.function import PURE, checked, load_function
+from areal_megatron.reward.function import PURE, WrongResult, load_function, scored, takes_row
 from areal_megatron.reward.group import GroupAnswer, checked_terms, load_group_function
 from areal_megatron.reward.no_score import AnswerRefused, ServiceAway
 from areal_megatron.shown import guard
@@ -35,6 +38,8 @@ _AWAY_PAUSE_SHARE = 0.1
 something within that."""
 _LONGEST_PROBLEM = 500
 """Characters of an exception's text that are logged: it may quote a response."""
+_BUGS = (TypeError, AttributeError, NameError, ImportError, WrongResult)
+"""What a mistake in a function's code raises."""
 MEMORY_MB = 512
 """What `math` may allocate beyond what its worker has loaded; it evaluates what a policy wrote."""
 
@@ -44,6 +49,8 @@ class Ready(msgspec.Struct):
 
     problem: str = ""
     """Why the reward function or the tokenizer cannot be loaded; empty: the worker is ready."""
+    takes_row: bool = False
+    """Whether the reward function wants the row of the data set."""
 
 
 class Answer(msgspec.Struct, tag=True):
@@ -59,6 +66,8 @@ class Answer(msgspec.Struct, tag=True):
     """`path:row` of the prompt, for messages."""
     cut: bool = False
     """Whether the response ends where its tokens were used up."""
+    row: dict[str, Any] | None = None
+    """The columns of the prompt's row, for functions that take them."""
 
 
 class AnswerGroup(msgspec.Struct, tag=True):
@@ -92,6 +101,10 @@ class Scored(msgspec.Struct):
     """Whether this is no score yet: the service that knows it is away, see `problem`, and will be asked again."""
     killed: bool = False
     """Whether the function failed because its process was killed from outside, as the kernel does without memory."""
+    bug: str = ""
+    """Where in the function's code the failure is a mistake of its author, `file:line`; else empty."""
+    ended: bool = False
+    """Whether there is no score since the function ended its process, or was killed because it took too long."""
     terms: dict[str, list[float]] = {}
     """What the group function adds to the reward of each answer, by name."""
 
@@ -133,7 +146,7 @@ def serve(
         if answer.cut and function_name in PURE and last_boxed(text) is None:
             return Scored()  # whatever it says last is no final answer
         try:
-            found, feedback = checked(function(answer.prompt, text, answer.answer))
+            found, feedback = scored(function, answer.prompt, text, answer.answer, answer.row or {})
         except AnswerRefused as e:
             return Scored(feedback=str(e).encode(errors="replace").decode(), refused=True)
         feedback.encode()  # raises for what is no Unicode, which could not be sent
@@ -152,7 +165,9 @@ def serve(
         except ServiceAway as e:
             return Scored(problem=_problem(e, request.where), away=True)
         except Exception as e:  # the function is the user's
-            return Scored(problem=_problem(e, request.where), last=isinstance(e, MemoryError))
+            asked = group_function if isinstance(request, AnswerGroup) else function
+            bug = _place(e, asked) if isinstance(e, _BUGS) else ""
+            return Scored(problem=_problem(e, request.where), last=isinstance(e, MemoryError), bug=bug)
 
     try:
         function = load_function(function_name, timeout_s, run)
@@ -162,22 +177,32 @@ def serve(
         reply(Ready(str(e)))
         return
     limit = _limit_memory() if function_name == "math" and sys.platform == "linux" else None
-    reply(Ready())
+    reply(Ready(takes_row=takes_row(function)))
     decode = msgspec.msgpack.Decoder(list[Answer | AnswerGroup]).decode
     while header := requests.read(HEADER.size):
         asked = decode(requests.read(HEADER.unpack(header)[0]))
         announce(asked)
         for request in asked:
-            while (scored := scored_by_function(request)).away:
-                reply(scored)
+            while (result := scored_by_function(request)).away:
+                reply(result)
                 time.sleep(min(_AWAY_PAUSE_S, _AWAY_PAUSE_SHARE * timeout_s))
-            scored.last = scored.last or worn_out()
-            reply(scored)
+            result.last = result.last or worn_out()
+            reply(result)
 
 
 def _problem(error: Exception, where: str) -> str:
     text = " ".join(str(error)[:_LONGEST_PROBLEM].split()).encode(errors="backslashreplace").decode()
-    return f"{where}: {type(error).__name__}: {text}" if where else f"{type(error).__name__}: {text}"
+    kind = "" if isinstance(error, WrongResult) else f"{type(error).__name__}: "
+    return f"{where}: {kind}{text}" if where else f"{kind}{text}"
+
+
+def _place(error: Exception, function: Callable) -> str:
+    """Returns `file:line` of the code that raised an error, or of the function that returned what it may not."""
+    if isinstance(error, WrongResult):
+        code = getattr(inspect.unwrap(function), "__code__", None)
+        return f"{code.co_filename}:{code.co_firstlineno}" if code else repr(function)
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{last.filename}:{last.lineno}"
 
 
 def _limit_memory() -> int:

@@ -63,12 +63,15 @@ class RewardWorkers:
         self._reminded = 0.0
         self.refused = 0
         """The number of answers whose form the reward function did not accept."""
+        self.takes_row = False
+        """Whether the reward function wants `Answer.row`; known after `start`."""
         self._at_work, self._worked_s, self._counted_at = 0, 0.0, time.monotonic()
 
     async def start(self) -> None:
         """Starts the processes. Raises ConfigError if the reward function cannot be loaded."""
         for worker in await asyncio.gather(*(self._new_worker() for _ in range(self._count))):
             self._free.put_nowait(worker)
+            self.takes_row = worker.takes_row
 
     async def judge(self, answers: Sequence[Answer]) -> list[Scored]:
         """Returns the score of each answer, in order.
@@ -94,7 +97,7 @@ class RewardWorkers:
 
     async def _tried(self, requests: Sequence[Answer | AnswerGroup], limit_s: float) -> list[Scored]:
         """Returns the result of each request; those that fail are tried again."""
-        scores = await self._asked(requests)
+        scores = await self.ask_once(requests)
         for pause_s in pauses(limit_s):
             failed = [k for k, scored in enumerate(scores) if scored.problem]
             if not failed:
@@ -105,12 +108,13 @@ class RewardWorkers:
                 problem = printable(scores[failed[0]].problem, 1000)
                 log.warning("rewards of %d answers are tried again in %g s: %s", len(failed), pause_s, problem)
             await asyncio.sleep(pause_s)
-            for k, scored in zip(failed, await self._asked([requests[k] for k in failed]), strict=True):
+            for k, scored in zip(failed, await self.ask_once([requests[k] for k in failed]), strict=True):
                 scores[k] = scored
         return scores
 
-    async def _asked(self, requests: Sequence[Answer | AnswerGroup]) -> list[Scored]:
-        """Returns the result of each request, by one worker after the other."""
+    async def ask_once(self, requests: Sequence[Answer | AnswerGroup]) -> list[Scored]:
+        """Returns the result of each request, by one worker after the other; nothing is tried again. Raises RunError if
+        the service of rewards is away for reward.away_s."""
         worker = await self._free.get()
         self._count_work(1)
         scores: list[Scored] = []
@@ -155,11 +159,11 @@ class RewardWorkers:
             self._away_since = None
         except TimeoutError:
             await worker.kill()
-            scored = Scored(problem=f"{name} took longer than reward.timeout_s={limit:g} s")
+            scored = Scored(problem=f"{name} took longer than reward.timeout_s={limit:g} s", ended=True)
         except (asyncio.IncompleteReadError, OSError):
             await worker.kill()
             problem = f"{name} ended its worker process with code {worker.exit_code}"
-            scored = Scored(problem=problem, killed=worker.exit_code == -signal.SIGKILL)
+            scored = Scored(problem=problem, killed=worker.exit_code == -signal.SIGKILL, ended=True)
         if scored.last:
             await worker.kill()
         return scored
@@ -200,7 +204,7 @@ class RewardWorkers:
 
 def _problem_of_sending(request: Answer | AnswerGroup) -> str:
     try:
-        msgspec.msgpack.encode((request.prompt, request.answer, getattr(request, "response", "")))
+        msgspec.msgpack.encode(request)
     except (UnicodeEncodeError, TypeError, OverflowError) as e:
         return f"{request.where or 'an answer'}: cannot be sent to a reward worker: {e}"
     return ""
@@ -214,7 +218,7 @@ def _refused(scored: Scored) -> Scored:
 class _Worker:
     def __init__(self, process: asyncio.subprocess.Process):
         self._process = process
-        self.dead = False
+        self.dead = self.takes_row = False
 
     @classmethod
     async def start(cls, config: RewardConfig, model: str, run: str) -> _Worker:
@@ -232,6 +236,7 @@ class _Worker:
         if ready.problem:
             await worker.kill()
             raise ConfigError(ready.problem)
+        worker.takes_row = ready.takes_row
         return worker
 
     @property

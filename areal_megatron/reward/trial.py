@@ -1,0 +1,93 @@
+"""Calls the reward functions of the user once before a run, so that their mistakes end it before anything has started.
+
+Each is asked for two responses to the first row of its data: one that holds the right answer, and one that holds none,
+which functions forget most often.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import reprlib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from areal_megatron.config import Config, ConfigError, RewardConfig
+from areal_megatron.data.prompts import Prompt
+from areal_megatron.reward.group import KEY, GroupAnswer
+from areal_megatron.reward.worker import Answer, AnswerGroup, Scored
+from areal_megatron.reward.workers import RewardWorkers
+from areal_megatron.run import RunError
+
+WRONG = "I do not know."
+_PATIENCE_S = 30.0
+"""What takes longer than this, and may by reward.timeout_s, is taken to be slow and no mistake."""
+
+
+def try_rewards(config: Config, prompts: Sequence[Prompt], say: Callable[[str], None]) -> None:
+    """Calls the functions of `config` for the first of `prompts`, in a process that is killed if they take too long.
+
+    `say` is told, in a line, of an exception that need not be a mistake. Raises ConfigError if a function takes longer
+    than reward.timeout_s, ends its process, returns something else than it may, or raises what mistakes raise
+    (TypeError, AttributeError, NameError, ImportError).
+    """
+    for number, own in enumerate(config.by_environment()):
+        first = next((prompt for prompt in prompts if prompt.environment == number), None)
+        if first and (own.reward.is_own or own.reward.group_function):
+            asyncio.run(_Trial(own.reward, config.model.path, first, say).run())
+
+
+class _Trial:
+    def __init__(self, config: RewardConfig, model: str, prompt: Prompt, say: Callable[[str], None]):
+        patience = min(config.timeout_s, _PATIENCE_S)
+        self._config, self._prompt, self._say = config, prompt, say
+        self._asked = replace(config, workers=1, retry_s=0.0, away_s=0.0, timeout_s=patience)
+        if not config.is_own:  # a built-in reward, a model or a service is known to work, or not there yet
+            self._asked.function = "math"
+        self._workers = RewardWorkers(self._asked, model)
+        self._warned = False
+
+    async def run(self) -> None:
+        await self._workers.start()
+        try:
+            scores = [await self._score(text) for text in (self._prompt.answer, WRONG)]
+            if self._config.group_function:
+                await self._add_terms(scores)
+        except RunError:  # the service that the function asks is away; a run waits for it
+            pass
+        finally:
+            await self._workers.close()
+
+    async def _score(self, response: str) -> float:
+        if not self._config.is_own:
+            return float(response != WRONG)
+        row = self._prompt.row if self._workers.takes_row else None
+        answer = Answer(self._prompt.text, response, self._prompt.answer, row=row)
+        (scored,) = await self._workers.ask_once([answer])
+        self._look("reward.function", f"cannot score {reprlib.repr(response)} as a response", "a number", scored)
+        return scored.score
+
+    async def _add_terms(self, scores: Sequence[float]) -> None:
+        tokens, wrong, right = np.array([0], np.int32).tobytes(), self._config.wrong, self._config.right
+        members = [
+            GroupAnswer(tokens=1, truncated=False, score=s, correct=s >= 1, reward=(1 - s) * wrong + s * right)
+            for s in scores
+        ]
+        group = AnswerGroup(self._prompt.text, self._prompt.answer, members, [tokens] * 2, [tokens] * 2)
+        (scored,) = await self._workers.ask_once([group])
+        self._look(KEY, "cannot add terms to two answers", "{name: [a number for each answer]}", scored)
+
+    def _look(self, key: str, fails: str, wanted: str, scored: Scored) -> None:
+        """Says what is wrong with the result. Raises ConfigError if it is a mistake of the function."""
+        if not scored.problem:
+            return
+        name = self._config.function if key != KEY else self._config.group_function
+        where, place = self._prompt.where, f" ({scored.bug})" if scored.bug else ""
+        text = f"{key}: {name} {fails} to {where}: {scored.problem}{place}"
+        patient = self._asked.timeout_s == self._config.timeout_s
+        if scored.bug or (scored.ended and patient):
+            raise ConfigError(f"{text}; it has to return {wanted} for any text, within reward.timeout_s")
+        if not scored.ended and not self._warned:
+            self._warned = True
+            self._say(f"warning: {text}; such answers are tried again for reward.retry_s and are not trained")

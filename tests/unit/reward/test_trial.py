@@ -1,0 +1,133 @@
+"""Reward functions of the user are called before a run, by real workers, and may ask for their row."""
+
+import asyncio
+import os
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from areal_megatron.config import Config, ConfigError, DataConfig, ModelConfig, RewardConfig
+from areal_megatron.data.prompts import Prompt, read_prompts
+from areal_megatron.data.tokenizer import Tokenizer
+from areal_megatron.engine.client import Completion
+from areal_megatron.reward.answers import problem_with_answers
+from areal_megatron.reward.function import load_function
+from areal_megatron.reward.trial import try_rewards
+from areal_megatron.reward.workers import RewardWorkers
+from areal_megatron.workflows.scoring import Scorer
+from tests.support.chat_world import make_tokenizer
+
+FUNCTIONS = """
+import os, re, time
+from areal_megatron.reward.no_score import AnswerRefused, ServiceAway
+def four(p, r, a, other): return 1.0
+def two(p, r): return 1.0
+async def waits(p, r, a): return 1.0
+def by_name(p, r, a, *, row): return float(row["level"])
+def fourth(p, r, a, row=None): return float(row["level"])
+def text(p, r, a): return "1"
+def forgets(p, r, a):
+    if r == a: return 1.0
+def matches(p, r, a): return float(re.match(a, r).group())
+def hangs(p, r, a): time.sleep(60)
+def exits(p, r, a): os._exit(3)
+def away(p, r, a): raise ServiceAway("not yet")
+def refuses(p, r, a): raise AnswerRefused("no")
+def strict(p, r, a): raise ValueError("no JSON")
+def few(p, a, answers): return {"x": [1.0]}
+def terms(p, a, answers): return {"x": [one.score for one in answers]}
+"""
+PROMPT = Prompt(id=0, text="1+1=", answer="2", tokens=[1], response_tokens=None, where="d:1", row={"level": 3})
+
+
+@pytest.fixture(autouse=True)
+def functions(tmp_path, monkeypatch):
+    (tmp_path / "tried.py").write_text(FUNCTIONS)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def tried(config: RewardConfig, model: str = "") -> list[str]:
+    """What try_rewards says of a run with this reward."""
+    said = []
+    try_rewards(Config(model=ModelConfig(path=model), reward=config), [PROMPT], said.append)
+    return said
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("four", "missing a required argument: 'other'"), ("two", "too many positional"), ("waits", "is `async def`")],
+)
+def test_what_cannot_be_called_is_refused_as_it_is_loaded(name, words):
+    with pytest.raises(ConfigError, match=f"^reward.function: tried:{name} .*{words}"):
+        load_function(f"tried:{name}")
+    for good in ("by_name", "fourth", "text"):
+        load_function(f"tried:{good}")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("text", "cannot score '2' as a response to d:1: the reward function returned '1', expected a finite number"),
+        ("forgets", "cannot score 'I do not know.' as a response to d:1: the reward function returned None"),
+        ("matches", "'I do not know.' as a response to d:1: AttributeError: 'NoneType' object has no attribute"),
+        ("hangs", "tried:hangs took longer than reward.timeout_s=1 s"),
+        ("exits", "tried:exits ended its worker process with code 3"),
+    ],
+)
+def test_mistakes_of_a_function_are_told_with_their_line_before_a_run(name, words):
+    with pytest.raises(ConfigError, match=r"^reward\.function: tried:") as refused:
+        tried(RewardConfig(function=f"tried:{name}", timeout_s=1 if name == "hangs" else 10))
+    line = next((k for k, text in enumerate(FUNCTIONS.splitlines(), 1) if f"def {name}" in text), 0)
+    message = str(refused.value)
+    assert words in message and message.endswith("return a number for any text, within reward.timeout_s")
+    assert name in ("hangs", "exits") or f"tried.py:{line})" in message, message
+
+
+def test_what_may_be_right_is_not_refused():
+    """Services may come later, and a refused answer is none of the function's mistakes."""
+    for name in ("by_name", "away", "refuses"):
+        assert tried(RewardConfig(function=f"tried:{name}")) == []
+    (line,) = tried(RewardConfig(function="tried:strict"))
+    assert line.startswith("warning: reward.function: tried:strict cannot score '2' as a response to d:1: ValueError")
+    assert tried(RewardConfig(function="http://127.0.0.1:9/")) == tried(RewardConfig()) == []
+
+
+def test_a_group_function_gets_two_answers(tmp_path):
+    make_tokenizer(tmp_path / "model")
+    assert tried(RewardConfig(group_function="tried:terms"), str(tmp_path / "model")) == []
+    with pytest.raises(ConfigError, match=r"reward\.group_function: tried:few .* returned 1 values of x for 2 answers"):
+        tried(RewardConfig(group_function="tried:few"), str(tmp_path / "model"))
+
+
+def test_a_fourth_argument_is_the_whole_row(tmp_path):
+    make_tokenizer(tmp_path / "model")
+    (tmp_path / "d.jsonl").write_text('{"prompt": "hi?", "answer": {"a": 1}, "level": 7}\n')
+    config = Config(data=DataConfig(train=str(tmp_path / "d.jsonl")), reward=RewardConfig("tried:fourth", workers=1))
+    (prompt,) = read_prompts(config, "train", Tokenizer(tmp_path / "model"))
+    answer = Completion(np.array([1], np.int32), np.zeros(1, np.float32), np.zeros(1, np.int32), "stop")
+
+    async def run():
+        workers = RewardWorkers(config.reward, tmp_path / "model")
+        await workers.start()
+        try:
+            scorer = Scorer(config.reward, workers, 10)
+            return (await scorer.score(prompt, [answer]))[0].score, (await scorer.judge(prompt, "x")).score
+        finally:
+            await workers.close()
+
+    assert asyncio.run(run()) == (7.0, 7.0)
+    others = replace(config, reward=RewardConfig())
+    assert read_prompts(others, "train", Tokenizer(tmp_path / "model"))[0].row is None  # millions of rows are large
+
+
+@pytest.mark.parametrize("answer", ['{"a": 1}', '[{"a": 1}, {"a": 2}]', "{}"])
+def test_an_object_is_no_answer_for_math(answer):
+    assert "it is an object" in problem_with_answers("math")(answer)
+    assert problem_with_answers("tried:text")(answer) == ""
+
+
+@pytest.mark.parametrize("answer", ["{1, 2}", "[1, 2]", '["1", "2"]', "{x : x > 1}", "[[1, 2], [3, 4]]"])
+def test_sets_intervals_and_matrices_are_answers_for_math(answer):
+    assert problem_with_answers("math")(answer) == ""
