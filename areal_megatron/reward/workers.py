@@ -80,6 +80,8 @@ class RewardWorkers:
         An answer that a built-in function cannot finish, twice, is refused: its own text is the reason. Raises RunError
         if the service of rewards is away for reward.away_s.
         """
+        for answer in () if self.takes_row else answers:
+            answer.row = None
         problems = [_problem_of_sending(answer) for answer in answers]
         if any(problems):
             judged = iter(await self.judge([answer for answer, bad in zip(answers, problems, strict=True) if not bad]))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from areal_megatron.config import RewardConfig
 from areal_megatron.data.prompts import Prompt
@@ -56,7 +55,7 @@ class Scorer:
         truncated = [c.finish_reason == "length" and not forced for c in completions]
         asked = [self.scores_truncated or not cut for cut in truncated]
         answers = [
-            Answer(prompt.text, "", prompt.answer, c.tokens.tobytes(), prompt.where, cut, self._row(prompt))
+            Answer(prompt.text, "", prompt.answer, c.tokens.tobytes(), prompt.where, cut, prompt.row)
             for c, cut, ask in zip(completions, truncated, asked, strict=True)
             if ask
         ]
@@ -102,12 +101,9 @@ class Scorer:
 
     async def judge(self, prompt: Prompt, response: str, cut: bool = False) -> Scored:
         """Returns the reward function's score of one answer, with its feedback; `cut`: its tokens were used up."""
-        answer = Answer(prompt.text, response, prompt.answer, where=prompt.where, cut=cut, row=self._row(prompt))
+        answer = Answer(prompt.text, response, prompt.answer, where=prompt.where, cut=cut, row=prompt.row)
         (scored,) = await self.workers.judge([answer])
         return scored
-
-    def _row(self, prompt: Prompt) -> dict[str, Any] | None:
-        return prompt.row if self.workers.takes_row else None
 
     def reward(self, score: float, tokens: int, truncated: bool, forced: bool, failure: str = "") -> Score:
         """Returns the reward of a trajectory: (1 − score) · reward.wrong + score · reward.right.
