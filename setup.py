@@ -12,7 +12,7 @@ setup(
     python_requires=">=3.11",
     package_dir={"": "."},  # an editable install makes tools and tests importable too
     packages=find_packages(include=["areal_megatron*", "launch*"]),
-    package_data={"areal_megatron": ["report.css"], "launch": ["live.html", "live.css", "live.js"]},
+    package_data={"areal_megatron": ["report.css"], "launch.page": ["page.html", "page.css", "page.js"]},
     install_requires=[
         "aiohttp",
         "huggingface-hub>=2.4",

@@ -70,11 +70,11 @@ def _show(run: Run, named: Path, every: bool) -> int:
 
 
 def _web(run: Run, host: str, port: int) -> int:
-    from launch import live  # with what reads trajectories, it takes a second to import
+    from launch.page import server  # with what reads trajectories, it takes a second to import
 
     if not 0 <= port < 2**16:
         raise ConfigError(f"--port: must be from 0 to 65535, is {port}")
-    live.serve(run, host, port)
+    server.serve(run, host, port)
     return 0
 
 

@@ -112,7 +112,7 @@ async def agents(folder, told):
 
 async def page(folder, told):
     from areal_megatron.run import Run
-    from launch.live import Page
+    from launch.page.server import Page
 
     page = Page(Run(folder / "run"), SECRET)
     await page.server.start(socket.create_server(("127.0.0.1", 0), backlog=network.backlog()))

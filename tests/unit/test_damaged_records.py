@@ -18,11 +18,12 @@ from areal_megatron.observe.metrics import MetricsWriter, read_status, write_sta
 from areal_megatron.observe.spans import merge
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.run import Run
-from launch import engines, lease, live, records, status
+from launch import engines, lease, records, status
+from launch.page.watched import Watched
 from launch.pools import Node, Placement, Process, Slot
 from launch.processes import Log
 from launch.records import Recorder
-from tests.unit.launch.test_live import update
+from tests.unit.launch.test_page import update
 from tests.unit.test_audit import Past
 from tests.unit.test_report import evaluation
 from tests.unit.test_trajectories import answer, model  # noqa: F401 - a fixture
@@ -86,7 +87,7 @@ def run(tmp_path, model):  # noqa: F811
 
 
 def page(run: Run) -> int:
-    watched = live.Watched(run)
+    watched = Watched(run)
     watched.refresh()
     json.dumps([watched.overview(), json.loads(watched.curves() or b"{}")], allow_nan=False)
     return 0

@@ -26,7 +26,9 @@ from areal_megatron.observe.metrics import MetricsWriter, write_status
 from areal_megatron.run import Run
 from areal_megatron.shown import escaped, guard, visible
 from areal_megatron.terminal import Terminal
-from launch import calibrate, engines, fetch, live, local, output, plan, rows, simulate, status, submit
+from launch import calibrate, engines, fetch, local, output, plan, rows, simulate, status, submit
+from launch.page.server import Page
+from launch.page.watched import as_json
 from launch.pools import Node, Placement, Process
 from launch.processes import Log
 from launch.records import Recorder
@@ -303,11 +305,11 @@ def test_the_console_of_a_run_shows_texts_in_its_panel_and_above_it(run, monkeyp
 
 
 def test_the_live_page_gets_text_that_only_shows(run):
-    page = live.Page(run, "t")
+    page = Page(run, "t")
     page.watched.refresh()
-    found = json.loads(live._json(page.watched.overview()))
-    found["rows"] = json.loads(live._json(page.browser.page(page.watched.config, None, 0, "")))
-    found["one"] = json.loads(live._json(page.browser.trajectory(page.watched.config, 0, 0, 0)))
+    found = json.loads(as_json(page.watched.overview()))
+    found["rows"] = json.loads(as_json(page.browser.page(page.watched.config, None, 0, "")))
+    found["one"] = json.loads(as_json(page.browser.trajectory(page.watched.config, 0, 0, 0)))
     text = json.dumps(found, ensure_ascii=False)
     assert_harmless(text)
     assert text.count("x1b") > 5

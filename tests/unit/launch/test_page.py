@@ -27,8 +27,12 @@ from areal_megatron.data.dumps import Dump, write
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.observe.metrics import MetricsWriter, write_status
 from areal_megatron.run import Run
-from launch import live
-from launch.live import MOST_POINTS, Browser, History, Page, Watched, thinned
+from launch.page import browser as trajectory_browser
+from launch.page import server
+from launch.page.browser import Browser
+from launch.page.history import MOST_POINTS, History, thinned
+from launch.page.server import Page
+from launch.page.watched import Watched
 from launch.pools import Node, Placement, Process, Slot
 from launch.processes import Log
 from launch.records import Recorder
@@ -223,7 +227,7 @@ def test_only_who_has_the_token_gets_data(tmp_path, model):  # noqa: F811
     metrics.close()
     with served(run.folder) as address:
         token = address.partition("#")[2]
-        assert token == live.token_of(run) and token not in run.token
+        assert token == server.token_of(run) and token not in run.token
         for path in ("api/overview", "api/curves", "api/trajectories", "api/trajectory", "api/other", "config.yaml"):
             for wrong in (None, "x", run.token, token[:-1], f"{token}0", f"{token}\xe9"):
                 status, content = ask(address, path, wrong)
@@ -310,7 +314,9 @@ def test_one_batch_is_read_and_no_other(tmp_path, model, monkeypatch):  # noqa: 
         (run.trajectories / f"batch-{number:06d}.msgpack").write_bytes(b"no batch")
     config = config_file.load(run.config)
     asked = []
-    monkeypatch.setattr(live, "read", lambda path, decode: asked.append(path.name) or dumps.read(path, decode))
+    monkeypatch.setattr(
+        trajectory_browser, "read", lambda path, decode: asked.append(path.name) or dumps.read(path, decode)
+    )
     browser = Browser(run)
     page = browser.page(config, 1, 25, "")
     assert (page["newest"], page["newer"], page["older"], page["found"], len(page["rows"])) == (1999, 2, 0, 30, 5)
@@ -334,7 +340,7 @@ def test_many_who_look_cost_one_look(tmp_path, model):  # noqa: F811
     assert asyncio.run(look()) <= 2
 
 
-@pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\nX-Half: ", b"GET /live.js HTTP/1.1\r\nHost: x\r\n\r\n" * 30])
+@pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\nX-Half: ", b"GET /page.js HTTP/1.1\r\nHost: x\r\n\r\n" * 30])
 def test_strangers_who_stay_hold_up_nobody(tmp_path, model, said):  # noqa: F811
     """2,000 who say nothing, half a header, or ask for much and read none of it, at a page as a login node has it."""
     if descriptors.raise_limit() < 4096:
@@ -368,7 +374,7 @@ def test_a_file_server_that_hangs_holds_up_no_request(tmp_path, model, monkeypat
         await page._fresh()
         page.watched.refresh = hanging.wait
         page._looked_at = float("-inf")
-        monkeypatch.setattr(live, "_PATIENCE_S", 0.2)
+        monkeypatch.setattr(server, "_PATIENCE_S", 0.2)
         began = time.monotonic()
         await page._fresh()
         shown, waited_s = page.watched.overview(), time.monotonic() - began
@@ -381,9 +387,7 @@ def test_a_file_server_that_hangs_holds_up_no_request(tmp_path, model, monkeypat
 
 def test_a_slow_file_server_leaves_the_page_as_it_loads(tmp_path, model, browser):  # noqa: F811
     """Before the first look at the run folder there is nothing to show, and nothing to complain of."""
-    code = (
-        "import time; from launch import live, status; live.Watched.refresh = lambda self: time.sleep(4); status.main()"
-    )
+    code = "import time; from launch import status; from launch.page import watched; watched.Watched.refresh = lambda self: time.sleep(4); status.main()"
     command = [sys.executable, "-c", code, str(tmp_path), "--web"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         browser.leave()

@@ -1,0 +1,1 @@
+"""The page of a run: served while it goes on, or written into one file."""

@@ -1,0 +1,154 @@
+"""The trajectories of a run, a page of them and one by one, for its page."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from areal_megatron import hub
+from areal_megatron.config import Config, ConfigError
+from areal_megatron.data.dumps import dumped, read
+from areal_megatron.data.tokenizer import Tokenizer
+from areal_megatron.data.trajectory import decoder
+from areal_megatron.run import Run
+from areal_megatron.trajectories import pieces
+
+PAGE = 25
+"""Trajectories on a page of the browser."""
+PAGE_TOKENS = 2000
+"""Tokens of an answer, or of its prompt, that are shown at a time."""
+_EXCERPT = 120
+_KEPT_BATCHES = 2
+
+
+class ShownTrajectory(msgspec.Struct, kw_only=True):
+    """What is shown of a Trajectory: routes of experts alone may take gigabytes of a batch."""
+
+    uid: int
+    epoch: int
+    prompt_id: int
+    admission_version: int
+    prompt: np.ndarray
+    response: np.ndarray
+    versions: np.ndarray
+    loss_mask: np.ndarray
+    reward: float
+    truncated: bool
+    correct: bool = False
+    failed: bool = False
+
+
+class ShownDump(msgspec.Struct, kw_only=True):
+    """A Dump with that of its trajectories."""
+
+    version: int
+    trajectories: list[ShownTrajectory]
+
+
+_decode = decoder(ShownDump).decode
+
+
+class Browser:
+    """The trajectories of a run, one batch at a time; the last ones looked at stay in memory."""
+
+    def __init__(self, run: Run):
+        self._run = run
+        self._batches: OrderedDict[int, tuple[float, ShownDump]] = OrderedDict()
+        self._tokenizer: Tokenizer | None = None
+
+    def page(self, config: Config, batch: int | None, first: int, only: str) -> dict[str, Any]:
+        """Returns a page of a batch's trajectories, by default of the newest. Raises ConfigError."""
+        files = dumped(self._run.trajectories)
+        numbers = list(files)
+        number = batch if batch in files else numbers[-1]
+        place, dump = numbers.index(number), self._read(number, files[number])
+        kept = {
+            "right": lambda t: t.correct,
+            "wrong": lambda t: not t.correct and not t.failed,
+            "cut": lambda t: t.truncated,
+        }.get(only, lambda t: True)
+        found = [(index, t) for index, t in enumerate(dump.trajectories) if kept(t)]
+        tokenizer = self._tokenizer_of(config)
+        return {
+            "batch": number,
+            "version": dump.version,
+            "older": numbers[place - 1] if place else None,
+            "newer": numbers[place + 1] if place + 1 < len(numbers) else None,
+            "newest": numbers[-1],
+            "from": first,
+            "size": PAGE,
+            "found": len(found),
+            "rows": [_row(index, t, dump.version, tokenizer) for index, t in found[first : first + PAGE]],
+        }
+
+    def trajectory(self, config: Config, batch: int, index: int, first: int) -> dict[str, Any]:
+        """Returns one trajectory, with PAGE_TOKENS tokens of its answer. Raises ConfigError."""
+        files = dumped(self._run.trajectories)
+        if batch not in files:
+            raise ConfigError(f"there is no batch {batch} any more")
+        dump = self._read(batch, files[batch])
+        if not 0 <= index < len(dump.trajectories):
+            raise ConfigError(f"batch {batch} has {len(dump.trajectories)} trajectories")
+        t, tokenizer = dump.trajectories[index], self._tokenizer_of(config)
+        counts = sorted(Counter(t.versions.tolist()).items())
+        return _row(index, t, dump.version, tokenizer) | {
+            "batch": batch,
+            "trained": dump.version,
+            "prompt": tokenizer.decode(t.prompt[:PAGE_TOKENS].tolist(), special=True),
+            "prompt_tokens": len(t.prompt),
+            "prompt_shown": min(len(t.prompt), PAGE_TOKENS),
+            "by_version": counts,
+            "from": first,
+            "next": first + PAGE_TOKENS if first + PAGE_TOKENS < len(t.response) else None,
+            "parts": parts(tokenizer, t, first, PAGE_TOKENS),
+        }
+
+    def _read(self, number: int, path: Path) -> ShownDump:
+        changed = path.stat().st_mtime if path.exists() else 0.0
+        if number not in self._batches or self._batches[number][0] != changed:
+            self._batches[number] = changed, read(path, _decode)
+        self._batches.move_to_end(number)
+        while len(self._batches) > _KEPT_BATCHES:
+            self._batches.popitem(last=False)
+        return self._batches[number][1]
+
+    def _tokenizer_of(self, config: Config) -> Tokenizer:
+        if self._tokenizer is None:
+            self._tokenizer = Tokenizer(hub.model_folder(config.model.path, "model.path", weights=False))
+        return self._tokenizer
+
+
+def _row(index: int, t: ShownTrajectory, trained: int, tokenizer: Tokenizer) -> dict[str, Any]:
+    versions = t.versions.tolist() or [t.admission_version]
+    excerpt = tokenizer.decode(t.response[:_EXCERPT].tolist())
+    return {
+        "index": index,
+        "uid": t.uid,
+        "epoch": t.epoch,
+        "row": t.prompt_id,
+        "reward": None if t.failed else t.reward,
+        "correct": t.correct,
+        "truncated": t.truncated,
+        "tokens": len(t.response),
+        "staleness": trained - t.admission_version,
+        "versions": [min(versions), max(versions)],
+        "excerpt": " ".join(excerpt.split())[:_EXCERPT],
+    }
+
+
+def parts(tokenizer: Tokenizer, t: ShownTrajectory, first: int, count: int) -> list[tuple[int, bool, str]]:
+    """Returns the text of `count` tokens of the answer as (version, whether it is trained, text), neighbours of the
+    same version together."""
+    found: list[tuple[int, bool, str]] = []
+    position = first
+    for tokens, text in pieces(tokenizer, t.response[first : first + count].tolist()):
+        version, trained = int(t.versions[position]), bool(t.loss_mask[position])
+        if found and found[-1][:2] == (version, trained):
+            text = found.pop()[2] + text
+        found.append((version, trained, text))
+        position += tokens
+    return found
