@@ -79,9 +79,7 @@ def test_the_wheel_holds_the_packages_and_nothing_else(wheel):
     packed = {name for name in names if ".dist-info/" not in name}
     files = {path.relative_to(ROOT) for package in PACKAGES for path in (ROOT / package).rglob("*") if path.is_file()}
     assert packed == {str(path) for path in files if path.suffix != ".pyc"}
-    assert {"areal_megatron/report.css", "launch/page/page.html", "launch/page/page.css", "launch/page/page.js"} <= set(
-        packed
-    )
+    assert {f"launch/page/page.{kind}" for kind in ("html", "css", "js")} <= packed
     [entry_points] = [name for name in names if name.endswith("entry_points.txt")]
     assert b"areal_megatron.engine.plugin:register" in zipfile.ZipFile(wheel).read(entry_points)
 

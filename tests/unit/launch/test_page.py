@@ -387,7 +387,10 @@ def test_a_file_server_that_hangs_holds_up_no_request(tmp_path, model, monkeypat
 
 def test_a_slow_file_server_leaves_the_page_as_it_loads(tmp_path, model, browser):  # noqa: F811
     """Before the first look at the run folder there is nothing to show, and nothing to complain of."""
-    code = "import time; from launch import status; from launch.page import watched; watched.Watched.refresh = lambda self: time.sleep(4); status.main()"
+    code = (
+        "import time; from launch import status; from launch.page.watched import Watched; "
+        "Watched.refresh = lambda self: time.sleep(4); status.main()"
+    )
     command = [sys.executable, "-c", code, str(tmp_path), "--web"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         browser.leave()
