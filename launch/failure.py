@@ -26,11 +26,17 @@ _GROUP = re.compile(r"^(?: *(?:\+-|[|+]))+ ?")
 """What Python puts before each line of a traceback of an ExceptionGroup."""
 _TRACEBACK = re.compile(r"Traceback \(most recent call last\):$|^-{10,} \d+ -+$")
 """What precedes an exception: with its stack, or within a group."""
-_RAISED = re.compile(r"^[A-Za-z_][\w.]*(:|$)")
-_SAID = re.compile(r"^(?:[\w.-]+: )?error: (.+)|^(Fatal Python error: .+)|^  what\(\):  (.+)")
+_RAISED = re.compile(r"^[^\W\d][\w.]*(:|$)")
+_AFTERWARDS = re.compile(r"^(Exception ignored |Error in atexit)")
+"""What precedes the traceback of an error of a process that ends already."""
+_SAID = re.compile(r"^(?:[\w.-]+: )?error: (.+)|^(Fatal Python error: .+)|^  what\(\):  (.+)|^\S*python[\d.]*: (.+)")
 _POINTS_UP = re.compile(r"\babove\b|ExceptionGroup|EngineDeadError")
 """Errors that only say that there has been another."""
-_VARYING = re.compile(r"0x[0-9a-fA-F]+|\d[\d.,:]*")
+_VARYING = re.compile(r"[\w.+-]*\d[\w.+-]*|\btmp\w{8}\b|\b([KMGT]i?B|nan|inf)\b")
+"""What the same error says differently the next time: numbers and their units, addresses, ids, temporary files."""
+_WORD = re.compile(r"\w+")
+_ALIKE = 0.75
+"""Two errors are the same if they share so much of the words that either has."""
 
 
 @dataclass(frozen=True)
@@ -69,16 +75,20 @@ class Failure:
         return self.is_refusal or self.repeated
 
     @property
-    def signature(self) -> str | None:
-        """The same for failures that are alike up to numbers, times and addresses; None if a signal from outside ended
-        the process, which says nothing about its next start."""
-        outside = self.code < 0 and signal.Signals(-self.code).name not in _OWN
-        if self.out_of_memory or (outside and not (self.ended and self.cause)):
+    def signature(self) -> frozenset[str] | None:
+        """The words that say how it failed; None if a signal from outside ended the process, which says nothing about
+        its next start."""
+        if self.out_of_memory:
+            return frozenset({"out of memory"})
+        name = signal_name(-self.code) if self.code < 0 else ""
+        if name and name not in _OWN and not (self.ended and self.cause):
             return None
         if self.cause:  # of any exit code: vLLM's server ends with 0, or is ended, when its other process has failed
-            return _VARYING.sub("#", self.cause)
+            return _words(self.cause)
+        if name:
+            return frozenset({name})
         *_, last = ["", *self.last_lines.splitlines()]
-        return f"{self.code} {_VARYING.sub('#', last)}"
+        return _words(last) | {f"exit code {self.code}"}
 
     @property
     def line(self) -> str:
@@ -97,7 +107,7 @@ class Failure:
     def _how(self) -> str:
         if self.code >= 0:
             return f"ended with exit code {self.code}" + f": {self.cause}" * bool(self.cause)
-        how = f"was killed by {signal.Signals(-self.code).name}"
+        how = f"was killed by {signal_name(-self.code)}"
         if self.ended:
             how = f"{self.ended}: it was ended"
         elif self.out_of_memory:
@@ -115,7 +125,7 @@ class Failures:
     """
 
     def __init__(self):
-        self._last: dict[str, tuple[str | None, int]] = {}
+        self._last: dict[str, tuple[frozenset[str] | None, int]] = {}
 
     def repeats(self, whose: str, failure: Failure, version: int, served: bool = True) -> bool:
         """Notes a failure, and returns whether it is the one before once more, without progress in between.
@@ -124,24 +134,46 @@ class Failures:
         same may happen again and be no sign that it always will; but not to an engine that has not `served` since.
         """
         before, before_version = self._last.get(whose, (None, 0))
-        self._last[whose] = failure.signature, version
-        return (
-            failure.signature is not None and failure.signature == before and (version == before_version or not served)
-        )
+        now = self._last[whose] = failure.signature, version
+        return _is_same(before, now[0]) and (version == before_version or not served)
+
+
+def signal_name(number: int) -> str:
+    """Returns what a signal is called; real-time signals have numbers alone."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _words(line: str) -> frozenset[str]:
+    return frozenset(_WORD.findall(_VARYING.sub("", line)))
+
+
+def _is_same(one: frozenset[str] | None, other: frozenset[str] | None) -> bool:
+    """Whether two signatures are of the same failure; sets are printed in another order each time."""
+    if one is None or other is None:
+        return False
+    return one == other or len(one & other) >= _ALIKE * len(one | other)
 
 
 def cause(text: str) -> str:
     """Returns the line of a log that says why its process has ended: the last exception or line `error: …`, unless it
     only points to one above; "" if there is none."""
-    found, within = "", False
-    for line in text.splitlines():
-        bare = _GROUP.sub("", _STAMP.sub("", line))
-        if _TRACEBACK.search(bare):
-            within = True
-        elif within and _RAISED.match(bare):
+    found, before, within, late = "", "", False, False
+    lines = (_bare(line).rstrip() for line in text.splitlines())
+    for line in lines:
+        if _TRACEBACK.search(line):
+            within, late = True, bool(_AFTERWARDS.match(before))
+        elif within and _RAISED.match(line):
             within = False
-            if not (found and _POINTS_UP.search(bare)):
-                found = bare
-        elif not within and (said := _SAID.match(bare)):
+            if not (found and (late or _POINTS_UP.search(line))):
+                found = f"{line} {next(lines, '').strip()}" if line.endswith(":") else line
+        elif not within and (said := _SAID.match(line)):
             found = next(filter(None, said.groups()))
+        before = line
     return printable(found.strip(), _LONGEST_CAUSE)
+
+
+def _bare(line: str) -> str:
+    return _GROUP.sub("", _STAMP.sub("", line))

@@ -54,11 +54,8 @@ class Supervisor:
             match order:
                 case StartOrder() if order.supervisor == self._name:
                     self._reported.discard(order.name)
-                    try:
-                        carry_out(order, self._children)
-                    except OSError as e:
-                        print(f"{self._name}: cannot start {order.name}: {e}", file=sys.stderr, flush=True)
-                        yield Ended(self._name, order.name, 127)
+                    if problem := carry_out(order, self._children).problem:
+                        print(f"{self._name}: {order.name}: {problem}", file=sys.stderr, flush=True)
                 case End() if order.supervisor == self._name and order.name in self._children.by_name:
                     self._children.kill(order.name)
                 case EndAll():

@@ -174,7 +174,7 @@ def start_order(
 
 
 def carry_out(order: StartOrder, children: Children) -> Child:
-    """Starts the process as one of `children`. Raises OSError if there is no such program or no folder for its log."""
+    """Starts the process as one of `children`, if that can be done."""
     own = {name: value for name, value in os.environ.items() if not name.startswith(_MPI_VARIABLES)}
     environment = own | {"PYTHONUTF8": "1"} | order.settings  # torch and vLLM end in a locale that is not UTF-8
     here, cores = sorted(os.sched_getaffinity(0)), set()

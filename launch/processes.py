@@ -21,6 +21,8 @@ from areal_megatron.lifeline import DESCRIPTOR
 from launch.out_of_memory import OutOfMemory
 from launch.shared_memory import SharedMemory
 
+NO_PROGRAM = 127
+"""The exit code of what cannot be started, as in shells."""
 LOG_BYTES = 64 * 2**20
 """The size at which a log is moved aside: a process has at most twice as much on disk."""
 _ROTATE_S = 60.0
@@ -70,7 +72,10 @@ class Log:
 
 
 class Child(Log):
-    """A child process in a session of its own, with its output in `log`, pinned to `cores` if there are any."""
+    """A child process in a session of its own, with its output in `log`, pinned to `cores` if there are any.
+
+    One that cannot be started has ended already, with exit code NO_PROGRAM, and says why at the end of its log.
+    """
 
     def __init__(
         self,
@@ -85,27 +90,38 @@ class Child(Log):
         """`inherited`: descriptors that it gets, beside its log."""
         super().__init__(name, log)
         self._memory = memory
-        with log.open("ab") as output:
-            self._process = subprocess.Popen(
-                command,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                pass_fds=tuple(inherited),
-                preexec_fn=(lambda: os.sched_setaffinity(0, cores)) if cores else None,
-            )
+        self._process: subprocess.Popen | None = None
+        self.problem = ""
+        """Why it could not be started."""
+        try:
+            with log.open("ab") as output:
+                self._process = subprocess.Popen(
+                    command,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    pass_fds=tuple(inherited),
+                    preexec_fn=(lambda: os.sched_setaffinity(0, cores)) if cores else None,
+                )
+        except (OSError, ValueError, subprocess.SubprocessError) as e:  # no such program, a full disk, no more memory
+            self.problem = f"error: {command[0]} cannot be started: {e}"
+            with suppress(OSError):
+                log.open("a", encoding="utf-8").write(f"{self.problem}\n")
 
     @property
-    def pid(self) -> int:
-        """The id of the process, and of its session."""
-        return self._process.pid
+    def pid(self) -> int | None:
+        """The id of the process, and of its session; None if it could not be started."""
+        return self._process.pid if self._process else None
 
     @property
     def exit_code(self) -> int | None:
         """None while the process runs; negative if that signal ended it."""
-        return self._process.poll()
+        return self._process.poll() if self._process else NO_PROGRAM
+
+    def last_bytes(self, most: int) -> bytes:
+        return super().last_bytes(most) or self.problem.encode()[:most]
 
     @property
     def out_of_memory(self) -> bool:
@@ -142,6 +158,8 @@ class Children:
         return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
     def _tell_guardian(self, child: Child) -> None:
+        if child.pid is None:
+            return
         with suppress(BrokenPipeError):  # it has just been killed: the next one learns of all
             self._guardian.stdin.write(f"{child.pid}\n".encode())
             self._guardian.stdin.flush()

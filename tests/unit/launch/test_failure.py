@@ -31,6 +31,9 @@ def written_by(code):
         ("import sys; sys.exit('error: trainer.tp: 3 does not divide 8')", "trainer.tp: 3 does not divide 8"),
         ("import argparse; argparse.ArgumentParser('areal').parse_args(['--no'])", "unrecognized arguments: --no"),
         ("import faulthandler, os; faulthandler.enable(); os.abort()", "Fatal Python error: Aborted"),
+        ("raise ValueError('\\n  the folder is missing')", "ValueError: the folder is missing"),
+        ("class Ärger(Exception): pass\nraise Ärger('x')", "Ärger: x"),
+        ("import os, sys; os.execv(sys.executable, ['python3', '-m', 'nosuch'])", "No module named nosuch"),
         ("print(end='')", ""),
         ("import sys; sys.exit(3)", ""),
     ],
@@ -57,6 +60,20 @@ INFO:     Waiting for connections to close. (CTRL+C to force quit)
 
 def test_an_error_that_points_to_one_above_is_not_the_cause():
     assert cause(STACKS) == "RuntimeError: Unsupported head_dim=16 isa=2"
+
+
+def test_an_error_while_a_process_ends_is_not_the_cause():
+    code = """
+import atexit
+class Handle:
+    def __del__(self): raise AttributeError('no handle')
+handle = Handle()
+atexit.register(lambda: 1 / 0)
+raise ValueError('the cause')
+"""
+    log = written_by(code)
+    assert log.index("ValueError") < log.index("ZeroDivisionError") < log.index("AttributeError")
+    assert cause(log) == "ValueError: the cause"
 
 
 def test_what_a_log_quotes_commands_no_terminal(tmp_path):
@@ -112,6 +129,22 @@ def test_the_same_failure_at_the_same_point_repeats():
 
 
 @pytest.mark.parametrize(
+    ("first", "again"),
+    [
+        ("OSError: [Errno 28] No space left on device: '/tmp/tmpabcdefgh'", ".../tmp/tmpqwertyui'"),
+        ("RuntimeError: a3fbc1de-77ab-4c1d has failed", "RuntimeError: deadbeef-1b11-4aaa has failed"),
+        ("ValueError: no use for {'a.weight', 'b.weight'}", "ValueError: no use for {'b.weight', 'a.weight'}"),
+        ("torch.OutOfMemoryError: 2.00 GiB of GPU 0", "torch.OutOfMemoryError: 976.00 MiB of GPU 3"),
+        ("RuntimeError: loss nan at gpu-a17", "RuntimeError: loss -1.5e-07 at gpu-b03"),
+    ],
+)
+def test_the_same_failure_is_never_quite_the_same(first, again):
+    failures = Failures()
+    again = again.replace("...", first.partition("/tmp")[0])
+    assert [failures.repeats("trainer", replace(FAILED, cause=said), 3) for said in (first, again)] == [False, True]
+
+
+@pytest.mark.parametrize(
     "other",
     [
         (replace(FAILED, cause="KeyError: 'eos'"), 3),
@@ -129,8 +162,8 @@ def test_another_failure_or_point_does_not(other):
     [
         {"code": -signal.SIGKILL},
         {"code": -signal.SIGTERM},
-        {"code": -signal.SIGKILL, "out_of_memory": True},
         {"code": -signal.SIGKILL, "cause": ""},
+        {"code": -35, "cause": ""},
         {"code": -signal.SIGTERM, "ended": "does not answer", "cause": ""},
     ],
 )
@@ -141,7 +174,13 @@ def test_what_ends_a_process_from_outside_never_repeats_by_itself(outside):
 
 @pytest.mark.parametrize(
     "own",
-    [{"code": -signal.SIGABRT}, {"code": -signal.SIGILL, "cause": ""}, {"code": 0}, {"code": 1, "cause": ""}],
+    [
+        {"code": -signal.SIGABRT},
+        {"code": -signal.SIGILL, "cause": ""},
+        {"code": 0},
+        {"code": 1, "cause": ""},
+        {"code": -signal.SIGKILL, "out_of_memory": True},  # what it needs is more than there is, at this point
+    ],
 )
 def test_errors_of_its_own_do(own):
     failures = Failures()

@@ -107,6 +107,44 @@ def test_a_failure_that_repeats_by_itself_ends_the_run_after_two_tries(tmp_path,
     assert "twice in the same way and at the same point" in capsys.readouterr().err.splitlines()[-1]
 
 
+class Unstartable(Here):
+    """A trainer that the system does not start."""
+
+    def __init__(self, change):
+        super().__init__()
+        self._change, self.starts = change, 0
+
+    def start(self, order):
+        order.command, order.cores = [sys.executable, "-c", "import time; time.sleep(60)"], []
+        if order.name == "trainer-0":
+            self.starts += 1
+            self._change(order)
+        super().start(order)
+
+
+def without_log(order):
+    order.log += "/of/nothing"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda order: order.command.__setitem__(0, "/no/such"), "/no/such cannot be started: [Errno 2] "),
+        (without_log, "cannot be started: [Errno 2] "),
+    ],
+)
+def test_what_cannot_be_started_is_tried_twice(tmp_path, signals, capsys, change, says):
+    hosts = Unstartable(change)
+    assert supervised(tmp_path, hosts, restarts=20) == Outcome.REFUSED and hosts.starts == 2
+    assert says in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_real_time_signals_are_named_by_their_numbers(tmp_path, signals, capsys):
+    hosts = Scripted(controller=WAIT, trainer="os.kill(os.getpid(), 35)")
+    assert supervised(tmp_path, hosts, restarts=0) == Outcome.FAILED
+    assert "trainer-0 was killed by signal 35" in capsys.readouterr().err
+
+
 def test_an_engine_that_fails_by_itself_is_started_twice_whatever_others_train(tmp_path, signals, capsys):
     counts = "import json\nfor i in range(600): status.write_text(json.dumps(dict(phase='training', version=i)));"
     dies = "time.sleep(1); raise RuntimeError('head_dim=16')"
