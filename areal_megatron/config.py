@@ -81,6 +81,7 @@ class MachineConfig:
     """Trainer ranks and engines take the same slots, at most one rank of each on a slot, instead of slots of their own:
     for one GPU, or a few. On GPUs the launcher divides the memory between them (docs/launching.md)."""
     device: str = key("auto", choices=("auto", "cpu", "cuda"))
+    """What trainers and engines compute on; `auto`: GPUs where the machine has some."""
     host: str = "127.0.0.1"
     """Address on which controller, engines and rendezvous listen; or a network interface, such as ib0, whose address is
     looked up on each node; or `auto`: the interface of the default route."""
@@ -168,15 +169,20 @@ class OptimizerConfig:
     """AdamW."""
 
     lr: float = key(2e-5, at_least=0)
+    """Learning rate after the warm-up."""
     schedule: str = key("constant", choices=("constant", "cosine", "linear"))
-    """Learning rate after the warm-up; cosine and linear end at 0."""
+    """How the learning rate goes on after the warm-up; cosine and linear end at 0."""
     warmup_steps: int = key(20, at_least=0)
     """First optimizer steps of the run, over which the learning rate rises from 0; by default no more than a tenth of
     all steps."""
     weight_decay: float = key(0.05, at_least=0)
+    """Decay of the weights, which AdamW takes apart from the gradient."""
     beta1: float = key(0.9, at_least=0, below=1)
+    """Decay of the mean of gradients, β₁."""
     beta2: float = key(0.95, at_least=0, below=1)
+    """Decay of the mean of squared gradients, β₂."""
     eps: float = key(1e-5, above=0)
+    """Added to the root of that mean, ε."""
     clip_grad: float = key(1.0, at_least=0)
     """Largest norm of the gradient; 0: not clipped."""
     on_host: bool = False
@@ -313,7 +319,7 @@ class RolloutConfig:
     """Engines with which a run begins."""
     most_engines: int = key(0, at_least=0)
     """Above 0 engines come and go as the run needs them, on slots that no other pool has: this many at most …
-    (docs/operations.md, "Engines as the run needs them")."""
+    (docs/operations.md, "Stopping and resuming")."""
     least_engines: int = key(1, at_least=1)
     """… and this many at least."""
     tp: int = key(1, at_least=1)
@@ -332,7 +338,9 @@ class RolloutConfig:
     exactly so many versions after its admission, at the beginning as many as there are. For experiments: trainers and
     engines take turns (docs/staleness.md)."""
     temperature: float = key(1.0, above=0)
+    """Temperature at which answers to train are sampled."""
     max_new_tokens: int = key(27648, at_least=1)
+    """Most tokens of an answer; of a trajectory of several turns, most tokens after its prompt."""
     max_running: int = key(256, at_least=1)
     """Most requests that one engine decodes at the same time."""
     silence_s: float = key(180.0, above=0)
@@ -351,7 +359,9 @@ class RolloutConfig:
     """Leave groups out of training whose trained answers all have the same score, or whose share of correct answers is
     outside of min_pass_rate to max_pass_rate (DAPO's dynamic sampling, docs/data.md)."""
     min_pass_rate: float = key(0.0, at_least=0, at_most=1)
+    """With filter_groups: groups with a smaller share of right answers are left out …"""
     max_pass_rate: float = key(1.0, at_least=0, at_most=1)
+    """… and so are those with a larger one."""
     draw_min_pass_rate: float = key(0.0, at_least=0, at_most=1)
     """Prompts whose known pass rate is below this are not drawn …"""
     draw_max_pass_rate: float = key(1.0, at_least=0, at_most=1)
@@ -549,12 +559,14 @@ class Config:
     name: str = MISSING
     """Run folder: runs_dir/name."""
     runs_dir: str = "runs"
+    """Folder of run folders."""
     resume: str = ""
     """`auto`: from the newest complete checkpoint of the run, if there is one; or the path of a checkpoint."""
     mode: str = key("rl", choices=("rl", "sft", "dpo", "reward_model", "replay"))
     """`sft`, `dpo`, `reward_model`: supervised training on examples or on pairs of answers (docs/supervised.md).
     `replay`: the trainers of `rl` without engines; data.train is the folder `trajectories` of another run."""
     seed: int = 1
+    """Seed of the order of rows and choices, and of what is sampled."""
     updates: int = key(MISSING, at_least=1)
     """PPO updates, or optimizer steps of supervised training."""
     batch_size: int = key(512, at_least=1)

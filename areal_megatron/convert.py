@@ -305,7 +305,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     back.add_argument("hf_dir", help="Hugging Face folder with safetensors, or OWNER/NAME of the hub")
     back.add_argument("out", type=Path, help="new folder")
     for direction in (to, back):
-        direction.add_argument("--dtype", choices=ITEMSIZE, help="default: as it is")
+        direction.add_argument("--dtype", choices=ITEMSIZE, help="dtype of the tensors written; default: as it is")
         direction.add_argument("--shard-gb", type=float, default=4.0, help="GiB a file at most; default 4")
         direction.add_argument(
             "--no-sync",

@@ -366,13 +366,25 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--top-p", type=float, default=1.0, help="as eval.top_p; default: 1, from all tokens")
     parser.add_argument("--top-k", type=int, default=0, help="as eval.top_k; default: 0, from all tokens")
     parser.add_argument(
-        "--max-new-tokens", type=int, default=RolloutConfig().max_new_tokens, help="default: %(default)s"
+        "--max-new-tokens",
+        type=int,
+        default=RolloutConfig().max_new_tokens,
+        help="most tokens of an answer; default: %(default)s",
     )
     parser.add_argument("--reward", help="as reward.function; default: the format's own, or math")
-    parser.add_argument("--workers", type=int, default=default_count(), help="reward processes; default: %(default)s")
-    parser.add_argument("--reward-timeout-s", type=float, default=RewardConfig().timeout_s, help="default: %(default)s")
+    parser.add_argument(
+        "--workers", type=int, default=default_count(), help="reward processes; default: a quarter of the cores"
+    )
+    parser.add_argument(
+        "--reward-timeout-s",
+        type=float,
+        default=RewardConfig().timeout_s,
+        help="as reward.timeout_s; default: %(default)s",
+    )
     parser.add_argument("--seed", type=int, default=1, help="seed of samples and of the order of choices; default: 1")
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    parser.add_argument(
+        "--device", choices=["auto", "cpu", "cuda"], default="auto", help="as machine.device; default: auto"
+    )
     parser.add_argument("--tp", type=int, default=1, help="GPUs of the engine; default: 1")
     parser.add_argument(
         "--vllm",

@@ -466,7 +466,7 @@ def main() -> int:
     guard()
     parser = argparse.ArgumentParser(prog=program("areal_megatron.report"), description=__doc__.split("\n")[0])
     parser.add_argument("run", type=Path, help="run folder, e.g. runs/demo")
-    parser.add_argument("--out", type=Path, help="default: report.html in the run folder")
+    parser.add_argument("--out", type=Path, help="the file to write; default: report.html in the run folder")
     options = parser.parse_args()
     out = options.out or options.run / "report.html"
     try:

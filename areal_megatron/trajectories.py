@@ -272,7 +272,12 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=span, metavar="RANGE", help=what)
     parser.add_argument("--truncated", choices=["yes", "no"], help="cut at rollout.max_new_tokens")
     parser.add_argument("--show", type=int, metavar="UID", help="one trajectory with its text")
-    parser.add_argument("--colour", choices=["version", "logprob", "ratio"], default="version", help="default: version")
+    parser.add_argument(
+        "--colour",
+        choices=["version", "logprob", "ratio"],
+        default="version",
+        help="of a token; default: version",
+    )
     parser.add_argument("--model", metavar="FOLDER", help="Hugging Face folder, or OWNER/NAME, for the ratios")
     parser.add_argument("--json", action="store_true", help="a line of JSON for each")
     options = parser.parse_args(arguments)

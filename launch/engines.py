@@ -86,7 +86,7 @@ def main(arguments: list[str] | None = None) -> int:
     draining.add_argument("--timeout-s", type=float, default=3600, help="longest wait for their last answers")
     for action in (adding, balancing, draining):
         action.add_argument("run", type=Path, help="run folder, e.g. runs/tiny")
-    draining.add_argument("engines", nargs="+", metavar="engine-E")
+    draining.add_argument("engines", nargs="+", metavar="engine-E", help="its name, as areal status shows it")
     options = parser.parse_args(arguments)
     run = Run(options.run)
     try:

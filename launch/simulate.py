@@ -137,7 +137,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--wait", action="store_true", help="engines let answers end before they take new weights")
     parser.add_argument("--mtbf-hours", type=float, default=float("inf"), help="mean time between failures of a node")
     parser.add_argument("--return-s", type=float, default=300, help="seconds until engines, or the run, are back")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="seed of lengths and failures; default 0")
     parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_intermixed_args(arguments)
     try:

@@ -42,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--time", default="24:00:00", metavar="LIMIT", help="of one job, as sbatch has it; default 24:00:00"
     )
     for name in ("account", "partition", "qos"):
-        job.add_argument(f"--{name}", metavar="NAME")
+        job.add_argument(f"--{name}", metavar="NAME", help="as sbatch has it")
     job.add_argument(
         "--cpus", type=int, default=0, metavar="N", help="cores of a node; default: whole nodes, exclusively"
     )

@@ -1,9 +1,14 @@
 """README.md and docs/: every file, folder and heading that they name exists."""
 
 import re
+from dataclasses import is_dataclass
 from pathlib import Path
 
 import pytest
+
+from areal_megatron.command import COMMANDS, parser_of
+from areal_megatron.config import Config, EnvironmentConfig, config_fields
+from tools import reference
 
 ROOT = Path(__file__).parents[2]
 DOCS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -65,3 +70,30 @@ def test_the_command_for_gpu_tests_names_all_their_files():
     marked = {str(path.relative_to(ROOT)) for path in files if mark.search(path.read_text())}
     (named,) = re.findall(r"python -m pytest -m gpu ([^`\n]*)", (ROOT / "docs" / "measurements.md").read_text())
     assert set(named.split()) == marked
+
+
+@pytest.mark.parametrize("page", reference.PAGES)
+def test_pages_made_from_the_code_are_what_it_says_now(page):
+    made = reference.PAGES[page]()
+    assert (ROOT / page).read_text() == made, "`python tools/reference.py` makes them again"
+    unsaid = [line for line in made.splitlines() if line.startswith("| `") and line.endswith("|  |")]
+    assert unsaid == [], "a key without a docstring, or an option without a help text"
+
+
+def test_the_page_of_keys_has_every_key():
+    page = (ROOT / "docs" / "keys.md").read_text()
+    every = Config(environments=[EnvironmentConfig()])
+    keys = [name for name, _, value in config_fields(every) if not is_dataclass(value) and not isinstance(value, list)]
+    assert [
+        re.sub(r"\.0\.", "[].", key) for key in keys if page.count(f"| `{re.sub(r'[.]0[.]', '[].', key)}` |") != 1
+    ] == []
+
+
+def test_the_page_of_commands_has_every_option_that_help_prints():
+    """What argparse itself prints is the oracle."""
+    page = (ROOT / "docs" / "commands.md").read_text()
+    sections = dict(zip(*[iter(re.split(r"^## areal (\w+)$", page, flags=re.MULTILINE)[1:])] * 2, strict=True))
+    assert list(sections) == list(COMMANDS)
+    for name, command in COMMANDS.items():
+        printed = set(re.findall(r"--[a-z][\w-]*", parser_of(command.module).format_usage()))
+        assert printed - set(re.findall(r"--[a-z][\w-]*", sections[name])) == set(), name

@@ -44,6 +44,7 @@ CONTENTS = {
         "operations",
         "published_runs",
     ],
+    "Reference": ["keys", "commands", "options"],
     "How it works": ["design", "packing", "resharding", "hardware", "staleness", "measurements"],
 }
 """Heading → pages of docs/; what is not listed comes at the end of the second."""

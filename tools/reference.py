@@ -1,0 +1,205 @@
+"""Writes docs/keys.md and docs/commands.md, the pages that list every key of a config and every option of `areal`:
+`python tools/reference.py`, from the repository's folder.
+
+Both come from the code alone: fields and docstrings of areal_megatron/config.py, and the parsers of the commands.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import Field, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import MISSING
+
+from areal_megatron import config
+from areal_megatron.algorithms import PUBLISHED
+from areal_megatron.command import COMMANDS, SHELLS, parser_of
+
+ROOT = Path(__file__).resolve().parents[1]
+MADE = "made by `python tools/reference.py`"
+TYPES = {"int": "whole number", "float": "number", "bool": "true or false", "str": "text"}
+DECIDED = {key for algorithm in PUBLISHED.values() for key in algorithm.defaults}
+"""Keys whose default is that of ppo.algorithm."""
+
+
+def keys() -> str:
+    """Returns docs/keys.md."""
+    lines = [
+        "# Config keys",
+        "",
+        f"Every key of a config: its type, its default, its range and what it means ({MADE}",
+        "from `areal_megatron/config.py`). A config is a YAML file of the keys that differ from their defaults.",
+        "`key=value` on the command line overrides one, and completes in a shell (`areal completion bash`). A key that",
+        "does not exist, a value of another type or out of range, and keys that contradict each other are refused in",
+        "one line before anything starts.",
+        "",
+        "**Required** are `name`, `updates`, `model.path`, and `data.train` or `environments`.",
+        "",
+    ]
+    sections: dict[str, list[str]] = {"": []}
+    titles = {"": "Of the run"}
+    for name, f, value, meaning in _documented(config.Config(environments=[config.EnvironmentConfig()])):
+        section, _, leaf = name.rpartition(".")
+        if is_dataclass(value):
+            sections[name], titles[name] = [], re.sub(r"\.\d+$", "[]", name)
+            if what := _linked(_own_docstring(type(value)) or meaning):
+                sections[name] += [what, ""]
+        elif not isinstance(value, list):
+            sections[section].append(_row(f"{titles[section]}.{leaf}" if section else leaf, leaf, name, f, meaning))
+    for section, rows in sections.items():
+        if not rows:
+            continue
+        text = [row for row in rows if not row.startswith("|")]
+        table = [row for row in rows if row.startswith("|")]
+        lines += [f"## {titles[section]}", "", *text]
+        lines += ["| key | type | default | range | meaning |", "|---|---|---|---|---|", *table, ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _documented(node: Any) -> Iterator[tuple[str, Field, Any, str]]:
+    """(dotted key, field, default, docstring) of each field of a config, sections before their keys. A list has its
+    entries after it."""
+    meanings = {}
+    for item in ast.parse(inspect.getsource(config)).body:
+        if isinstance(item, ast.ClassDef):
+            for here, after in zip(item.body, item.body[1:], strict=False):
+                if isinstance(here, ast.AnnAssign) and _is_text(after):
+                    meanings[item.name, here.target.id] = " ".join(after.value.value.split())
+    owners = {"": type(node).__name__}
+    for name, f, value in config.config_fields(node):
+        section, _, leaf = name.rpartition(".")
+        if is_dataclass(value):
+            owners[name] = type(value).__name__
+        yield name, f, value, meanings.get((owners[section], leaf), "")
+        for number, entry in enumerate(value if isinstance(value, list) else ()):
+            owners[f"{name}.{number}"] = type(entry).__name__
+            yield f"{name}.{number}", f, entry, meanings.get((owners[section], leaf), "")
+
+
+def _is_text(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
+def _own_docstring(section: type) -> str:
+    """Its docstring in one line, empty where dataclasses made it."""
+    text = " ".join((section.__doc__ or "").split())
+    return "" if text.startswith(f"{section.__name__}(") else text
+
+
+def _row(shown: str, leaf: str, name: str, f: Field, meaning: str) -> str:
+    limits, choices = f.metadata.get("limits", {}), f.metadata.get("choices", ())
+    kind = "name" if choices else TYPES.get(f.type, "options by name")
+    span = ", ".join(f"`{choice}`" for choice in choices) or " and ".join(
+        f"{limit} {value:,g}" if abs(value) < 1e6 else f"{limit} {value:.0f}" for limit, value in limits.items()
+    )
+    return f"| `{shown}` | {kind} | {_default(name, f)} | {span} | {_cell(_linked(meaning))} |"
+
+
+def _default(name: str, f: Field) -> str:
+    if name in DECIDED:
+        return f"`{_value(f.default)}`, or the algorithm's"
+    if f.default is MISSING:
+        return "**required**"
+    return "" if f.default == "" or not isinstance(f.default, (int, float, str)) else f"`{_value(f.default)}`"
+
+
+def _value(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _linked(text: str) -> str:
+    """Text whose `docs/page.md` and `docs/page.md, "Heading"` are links from a page of docs/."""
+
+    def link(found: re.Match) -> str:
+        page, heading = found[1], found[2]
+        anchor = "#" + re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") if heading else ""
+        return f"[{heading or page}]({page}{anchor})"
+
+    return re.sub(r'\bdocs/([\w/]+\.md)(?:, "([^"]+)")?', link, text)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def commands() -> str:
+    """Returns docs/commands.md."""
+    lines = [
+        "# Commands",
+        "",
+        f"Every command of `areal` with its arguments and options ({MADE} from their parsers).",
+        f"`areal COMMAND --help` prints the same; `areal completion {'|'.join(SHELLS)}` prints what has a shell",
+        "complete them. Exit code 2: the input is wrong, as one line says; [the others](operations.md#exit-codes).",
+        "",
+        "| command | what it does |",
+        "|---|---|",
+        *(f"| [`areal {name}`](#areal-{name}) | {_cell(command.summary)} |" for name, command in COMMANDS.items()),
+        "",
+    ]
+    os.environ.pop("AREAL_CALLED", None)
+    for name, command in COMMANDS.items():
+        parser = parser_of(command.module)
+        lines += [f"## areal {name}", ""]
+        for inner, words in _parsers(parser, f"areal {name}"):
+            lines += [*_page(inner, words), ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _parsers(parser: argparse.ArgumentParser, words: str) -> Iterator[tuple[argparse.ArgumentParser, str]]:
+    """A parser, or those of its actions, with the words that call it."""
+    inner = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    if not inner:
+        yield parser, words
+    for action in inner:
+        for name, part in action.choices.items():
+            yield from _parsers(part, f"{words} {name}")
+
+
+def _page(parser: argparse.ArgumentParser, words: str) -> list[str]:
+    actions = [a for a in parser._actions if a.dest != "help" and a.help is not argparse.SUPPRESS]
+    actions.sort(key=lambda action: bool(action.option_strings))
+    needed = " ".join(_usage(action) for action in actions if action.required or not action.option_strings)
+    options = " [options]" if any(a.option_strings and not a.required for a in actions) else ""
+    lines = ["```", f"{words} {needed}{options}", "```", ""]
+    lines += ["| argument | default | what it is |", "|---|---|---|"]
+    return lines + [f"| `{_usage(a)}` | {_option_default(a)} | {_cell(_help(parser, a))} |" for a in actions]
+
+
+def _usage(action: argparse.Action) -> str:
+    """An argument as it is written."""
+    value = action.metavar or (
+        "{" + ",".join(map(str, action.choices)) + "}" if action.choices else action.dest.upper()
+    )
+    if not action.option_strings:
+        return {"*": f"[{value} …]", "+": f"{value} …", "?": f"[{value}]"}.get(action.nargs, value)
+    return action.option_strings[-1] + ("" if action.nargs == 0 else f" {value}")
+
+
+def _option_default(action: argparse.Action) -> str:
+    said = "default" in (action.help or "") or action.required or action.nargs == 0 or not action.option_strings
+    if said or action.default is None or action.default in (False, "", [], {}, float("inf")):
+        return ""
+    return f"`{_value(action.default)}`"
+
+
+def _help(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
+    return parser._get_formatter()._expand_help(action) if action.help else ""
+
+
+PAGES = {"docs/keys.md": keys, "docs/commands.md": commands}
+
+
+def main() -> None:
+    for path, made in PAGES.items():
+        (ROOT / path).write_text(made())
+
+
+if __name__ == "__main__":
+    main()
