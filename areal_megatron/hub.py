@@ -31,7 +31,9 @@ _REVISION = r"(?:@(?P<revision>[^@:,\s]+))?"
 _MODEL = re.compile(rf"(?P<name>{_REPO}){_REVISION}")
 _DATA = re.compile(rf"(?P<name>{_REPO}){_REVISION}(?::(?:(?P<subset>[\w.-]+)/)?(?P<split>[\w.-]+))?", re.ASCII)
 _ADDRESS = "hf://datasets/"
-_FILE = re.compile(rf"{_ADDRESS}(?P<name>{_REPO})(?:@(?P<revision>[^/@,\s]+))?/(?P<file>.+)")
+_OWN_REFS = r"refs/(?:convert/[^/@,\s]+|pr/\d+)"
+"""Revisions with a slash that the hub itself makes, such as the rows of a data set as Parquet."""
+_FILE = re.compile(rf"{_ADDRESS}(?P<name>{_REPO})(?:@(?P<revision>{_OWN_REFS}|[^/@,\s]+))?/(?P<file>.+)")
 _SNAPSHOT = re.compile(r"models--(?P<owner>[^/]+?)--(?P<name>[^/]+)/snapshots/(?P<revision>[0-9a-f]{40})/?$")
 _WHOLE = re.compile(r"[0-9a-f]{40}")
 _SHARD = re.compile(r"-\d+-of-\d+(-[0-9a-f]+)?$")
@@ -136,10 +138,14 @@ def pin(repo: HubRepo, key: str, before: Mapping[str, str]) -> HubRepo:
     `before`: name → commit of what a run that is resumed has read; without a revision that one is meant. Raises
     ConfigError if there is none, and if a branch or tag has moved since.
     """
+    from areal_megatron import hub_client
+
     if repo.is_pinned:
         return repo
     if not repo.revision and repo.name in before:
         return replace(repo, revision=before[repo.name])
+    if repo.revision and not hub_client.is_revision(repo.revision):
+        raise ConfigError(f"{key}: {printable(repo.revision, 60)} can be no branch, tag or commit of {repo.name}")
     with _explained(repo, key):
         found = replace(repo, revision=_resolved(repo))
     if before.get(repo.name, found.revision) != found.revision:
@@ -413,6 +419,12 @@ def _fetch(repo: HubRepo, patterns: Sequence[str], key: str, ignore: Sequence[st
                 get(patterns)
         if astray := [file for file in wanted if not _is_cached(folder / file)]:
             raise ConfigError(f"{key}: {folder / astray[0]} leads out of the cache {HF_HUB_CACHE}: remove it")
+        for file in wanted:
+            if (size := (folder / file).stat().st_size) != files[file]:
+                raise ConfigError(
+                    f"{key}: {os.path.realpath(folder / file)} has {size} bytes, of {file} the hub lists {files[file]}: "
+                    "remove it, and it is fetched again"
+                )
         return str(folder)
 
 

@@ -31,12 +31,15 @@ REPLY_S = 30.0
 """Longest time that headers take, and all of a reply that is no file."""
 REPLIES_BYTES, REPLIES = 64 << 20, 1000
 """Most that one look-up reads beside files: bytes, and replies."""
+WAIT_S = 300
+"""Longest time for which the hub may ask to be left alone, as for its limits of rates; a line tells of it."""
 STALL_S, STALL_BYTES = 60.0, 1 << 16
 """A file of which fewer bytes come in this time has stalled."""
 TOLD_AFTER_S = 3.0
 _ID = re.compile(r"[A-Za-z0-9+=_:-][A-Za-z0-9+=_:.-]*")
 """What a file of the cache may be called by the hub's word."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+_RESET = re.compile(r";\s*t=(\d{1,12})\b")
 
 
 class HubFault(httpx2.TransportError):
@@ -46,6 +49,11 @@ class HubFault(httpx2.TransportError):
 def is_name(name: str) -> bool:
     """Whether the hub may call a file of a repository so: a path within it."""
     return "\\" not in name and "\0" not in name and not {"", ".", ".."}.intersection(name.split("/"))
+
+
+def is_revision(text: str) -> bool:
+    """Whether a branch or tag may be called so: it names a file of the cache, and a part of an address."""
+    return is_name(text) and text.isprintable() and not text.startswith("-") and len(text) <= 255
 
 
 def is_id(text: str) -> bool:
@@ -119,6 +127,10 @@ class _Limits:
         request, headers = response.request, response.headers
         key = f"{request.method} {request.url}"
         self._restart(key, None)
+        if response.is_error and (wait_s := _asked_to_wait(headers)):
+            if wait_s > WAIT_S:
+                raise HubFault(f"{request.url.host} asks to wait {wait_s} s: try again then")
+            print(f"{request.url.host} asks to wait {wait_s} s", file=sys.stderr, flush=True)
         if headers.get("Content-Encoding", "identity") != "identity":
             raise HubFault(f"{request.url.host} answers compressed, which it was not asked for")
         if request.method == "HEAD":
@@ -179,6 +191,12 @@ class _Limited(httpx2.SyncByteStream):
 
     def close(self) -> None:
         self._stream.close()
+
+
+def _asked_to_wait(headers: httpx2.Headers) -> int:
+    """Returns the seconds for which the library would sleep before its next try, without a word."""
+    given, reset = headers.get("Retry-After", ""), _RESET.search(headers.get("RateLimit", ""))
+    return max(int(given) if given.isdecimal() and len(given) < 13 else 0, int(reset[1]) if reset else 0)
 
 
 def _is_api(request: httpx2.Request) -> bool:

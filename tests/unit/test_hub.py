@@ -192,6 +192,11 @@ def test_a_run_goes_on_with_the_revisions_it_began_with(server, model, world, tm
         ("openai/gsm8k:main/test", HubData(HubRepo("dataset", "openai/gsm8k"), "main", "test")),
         ("openai/gsm8k@v1.0:main/test", HubData(HubRepo("dataset", "openai/gsm8k", "v1.0"), "main", "test")),
         ("hf://datasets/o/n@main/a/b.jsonl", HubData(HubRepo("dataset", "o/n", "main"), file="a/b.jsonl")),
+        (
+            "hf://datasets/o/n@refs/convert/parquet/main/train/0000.parquet",
+            HubData(HubRepo("dataset", "o/n", "refs/convert/parquet"), file="main/train/0000.parquet"),
+        ),
+        ("hf://datasets/o/n@refs/pr/1/a.jsonl", HubData(HubRepo("dataset", "o/n", "refs/pr/1"), file="a.jsonl")),
         ("data/train.jsonl", None),
         ("/data/train", None),
         ("./data/train", None),

@@ -229,6 +229,66 @@ def test_a_file_longer_than_announced_is_not_read_to_its_end(server, model, tmp_
     assert sent < 50 << 20 and outside(tmp_path) == []
 
 
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_file_shorter_than_listed_is_not_taken(server, model, tmp_path, name):  # noqa: F811
+    """A mirror may have a part of it, and say that this is all."""
+    content, (sha,) = model.commits[model.branches["main"]][name][:-20], model.branches.values()
+
+    def answer(handler):
+        if not handler.path.endswith(f"/{name}"):
+            return handler.usual()
+        head(handler, ETag='"0a"', X_Repo_Commit=sha, Content_Length=str(len(content)))
+        handler.command == "GET" and handler.wfile.write(content)
+
+    server.answer = answer
+    text = within(20, model_folder, "Tiny/Model-1.5B", "model.path")
+    assert f"has {len(content)} bytes, of {name} the hub lists {len(content) + 20}: remove it" in text
+    server.answer = lambda handler: handler.usual()
+    for blob in (tmp_path / "cache").rglob("blobs/0a"):
+        blob.unlink()
+    assert model_folder("Tiny/Model-1.5B", "model.path")
+
+
+@pytest.mark.parametrize("status", [429, 503])
+@pytest.mark.parametrize("said", [{"Retry_After": "3600"}, {"RateLimit": '"api";r=0;t=3600'}])
+@pytest.mark.parametrize("asked", ["/tree/", "/resolve/"])
+def test_the_hub_may_not_ask_to_wait_for_hours(server, model, asked, said, status):  # noqa: F811
+    server.answer = lambda handler: (
+        head(handler, status, Content_Length="0", **said) if asked in handler.path else handler.usual()
+    )
+    assert "127.0.0.1 asks to wait 3600 s" in within(20, model_folder, "Tiny/Model-1.5B", "model.path")
+
+
+def test_a_short_wait_is_told_and_waited_for(server, model, capfd):  # noqa: F811
+    refusals = iter([429])
+
+    def answer(handler):
+        if "/tree/" in handler.path and next(refusals, None):
+            return head(handler, 429, Content_Length="0", Retry_After="1")
+        handler.usual()
+
+    server.answer = answer
+    assert model_folder("Tiny/Model-1.5B", "model.path")
+    assert "127.0.0.1 asks to wait 1 s" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("revision", ["../../../../evil", "refs/../../x", "..", "/evil", "a//b", "-rf", f"a{EVIL}"])
+def test_a_revision_that_leads_out_of_the_cache(server, model, tmp_path, revision):  # noqa: F811
+    """As a mirror may say that it has one."""
+    sha = model.branches["main"]
+    content = json.dumps({"id": "Tiny/Model-1.5B", "sha": sha, "siblings": []}).encode()
+
+    def answer(handler):
+        if f"/tree/{sha}" in handler.path or not handler.path.startswith("/api/"):
+            return handler.usual()
+        head(handler, Content_Type="application/json", Content_Length=str(len(content)))
+        handler.wfile.write(content)
+
+    server.answer = answer
+    assert "can be no branch" in within(20, model_folder, f"Tiny/Model-1.5B@{revision}", "model.path")
+    assert outside(tmp_path) == [] and not server.asked
+
+
 def test_no_request_leaves_https(server, model, monkeypatch):  # noqa: F811
     monkeypatch.setattr(constants, "ENDPOINT", "https://127.0.0.1:1")
     with (
