@@ -11,8 +11,8 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     package_dir={"": "."},  # an editable install makes tools and tests importable too
-    packages=find_packages(include=["areal_megatron*", "launch*"]),
-    package_data={"areal_megatron": ["report.css"], "launch.page": ["page.html", "page.css", "page.js"]},
+    packages=find_packages(include=["areal_megatron*"]),  # launch/ too, by the link areal_megatron/launch
+    package_data={"areal_megatron": ["report.css"], "areal_megatron.launch.page": ["page.html", "page.css", "page.js"]},
     install_requires=[
         "aiohttp",
         "huggingface-hub>=2.4",

@@ -1,5 +1,5 @@
 # PYTHON_ARGCOMPLETE_OK
-"""The command `areal`: one name for the programs of this package, `areal train …` for `python -m launch.local …`.
+"""The command `areal`: one name for the programs of this package, `areal train …` for launch/local.py.
 
     areal COMMAND …        becomes that program: its signals, exit codes and import path are those of `python -m`
     areal COMMAND --help   says what it takes
@@ -33,15 +33,19 @@ class Command:
 
 
 COMMANDS = {
-    "train": Command("launch.local", "start a run on this machine, or resume it"),
-    "submit": Command("launch.submit", "have Slurm start a run on nodes of a cluster"),
-    "plan": Command("launch.plan", "who would get which GPUs, and how much memory, on any cluster"),
-    "simulate": Command("launch.simulate", "how long a run would take, on GPUs that are not at hand"),
-    "calibrate": Command("launch.calibrate", "how well a run's machines did, for simulate and plan --best"),
-    "fetch": Command("launch.fetch", "bring a run's models and data from the hub, where there is a network"),
-    "rows": Command("launch.rows", "the first rows of a run's data, as the run sees them"),
-    "status": Command("launch.status", "how a run is, from anywhere that sees its folder"),
-    "engines": Command("launch.engines", "add engines to a run while it runs, or drain some"),
+    "train": Command("areal_megatron.launch.local", "start a run on this machine, or resume it"),
+    "submit": Command("areal_megatron.launch.submit", "have Slurm start a run on nodes of a cluster"),
+    "plan": Command("areal_megatron.launch.plan", "who would get which GPUs, and how much memory, on any cluster"),
+    "simulate": Command("areal_megatron.launch.simulate", "how long a run would take, on GPUs that are not at hand"),
+    "calibrate": Command(
+        "areal_megatron.launch.calibrate", "how well a run's machines did, for simulate and plan --best"
+    ),
+    "fetch": Command(
+        "areal_megatron.launch.fetch", "bring a run's models and data from the hub, where there is a network"
+    ),
+    "rows": Command("areal_megatron.launch.rows", "the first rows of a run's data, as the run sees them"),
+    "status": Command("areal_megatron.launch.status", "how a run is, from anywhere that sees its folder"),
+    "engines": Command("areal_megatron.launch.engines", "add engines to a run while it runs, or drain some"),
     "evaluate": Command("areal_megatron.evaluate", "how good a model is: avg@n and pass@k"),
     "report": Command("areal_megatron.report", "a page about what a run has learned"),
     "trajectories": Command("areal_megatron.trajectories", "what a run has trained, answer by answer"),

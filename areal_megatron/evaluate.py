@@ -47,6 +47,14 @@ from areal_megatron.data.prompts import Prompt, read_prompts
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.engine.client import EngineError
 from areal_megatron.files import new_folder, write_atomically, write_json
+from areal_megatron.launch.engines import slots
+from areal_megatron.launch.failure import Failure
+from areal_megatron.launch.hosts import Here
+from areal_megatron.launch.local import device_of
+from areal_megatron.launch.option_check import check_for_device, check_options
+from areal_megatron.launch.orders import start_order
+from areal_megatron.launch.pools import Process, Slot
+from areal_megatron.launch.processes import Child
 from areal_megatron.model_check import check_model
 from areal_megatron.models.architecture import read_config
 from areal_megatron.models.dtypes import ITEMSIZE
@@ -61,14 +69,6 @@ from areal_megatron.shown import guard
 from areal_megatron.workflows import single_turn
 from areal_megatron.workflows.sampling import Decoding, Sampling, sampling_seed
 from areal_megatron.workflows.scoring import Scorer
-from launch.engines import slots
-from launch.failure import Failure
-from launch.hosts import Here
-from launch.local import device_of
-from launch.option_check import check_for_device, check_options
-from launch.orders import start_order
-from launch.pools import Process, Slot
-from launch.processes import Child
 
 _PROGRESS_S = 5.0
 _POLL_S = 0.2

@@ -1,4 +1,4 @@
-"""`launch.plan --best`: the options of the search for the fastest sizes, and what it has found as YAML to paste."""
+"""`areal plan --best`: the options of the search for the fastest sizes, and what it has found as YAML to paste."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from areal_megatron.config import Config, ConfigError
+from areal_megatron.launch.forecast.accelerators import accelerator
+from areal_megatron.launch.forecast.layouts import Cluster
+from areal_megatron.launch.forecast.search import Found, Proposal, Search, SearchBounds
+from areal_megatron.launch.length_options import add_lengths, given_lengths
+from areal_megatron.launch.memory import plan_memory
+from areal_megatron.launch.memory.parts import GIB
+from areal_megatron.launch.sizes import Sizes
 from areal_megatron.model_check import trained_config
-from launch.forecast.accelerators import accelerator
-from launch.forecast.layouts import Cluster
-from launch.forecast.search import Found, Proposal, Search, SearchBounds
-from launch.length_options import add_lengths, given_lengths
-from launch.memory import plan_memory
-from launch.memory.parts import GIB
-from launch.sizes import Sizes
 
 PROPOSED = 4
 """Proposals that are printed."""

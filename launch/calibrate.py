@@ -1,8 +1,8 @@
-"""Measures how well a run's machines did: `python -m launch.calibrate RUN … --gpu h100 --out my_gpu.json`.
+"""Measures how well a run's machines did: `areal calibrate RUN … --gpu h100 --out my_gpu.json`.
 
 The runs are finished ones of this kind of GPU, or of CPU cores, with rollout.dump=true. What they took is fitted to
 what they did (launch/forecast/calibration.py), and the file holds the shares of the GPU's rates that they had, for
-`launch.simulate --gpu my_gpu.json` and `launch.plan --best`. Two runs with another rollout.max_running tell more than
+`areal simulate --gpu my_gpu.json` and `areal plan --best`. Two runs with another rollout.max_running tell more than
 one. Exit code 2 for wrong input. Imports neither torch nor vllm.
 """
 
@@ -16,10 +16,10 @@ from pathlib import Path
 from areal_megatron.command import program
 from areal_megatron.config import ConfigError
 from areal_megatron.files import write_json
+from areal_megatron.launch.forecast.accelerators import CORE, Accelerator, accelerator, this_version
+from areal_megatron.launch.forecast.calibration import FinishedRun, calibrated
 from areal_megatron.run import Run
 from areal_megatron.shown import guard
-from launch.forecast.accelerators import CORE, Accelerator, accelerator, this_version
-from launch.forecast.calibration import FinishedRun, calibrated
 
 
 def table(gpu: Accelerator, found: Accelerator) -> str:
@@ -38,9 +38,11 @@ def contents(found: Accelerator) -> dict[str, object]:
 
 def main(arguments: list[str] | None = None) -> int:
     guard()
-    parser = argparse.ArgumentParser(prog=program("launch.calibrate"), description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog=program("areal_megatron.launch.calibrate"), description=__doc__.split("\n")[0]
+    )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a finished run")
-    parser.add_argument("--gpu", help="the GPU that they ran on, as for launch.simulate; not for runs on CPU cores")
+    parser.add_argument("--gpu", help="the GPU that they ran on, as for areal simulate; not for runs on CPU cores")
     parser.add_argument("--out", type=Path, required=True, help="the file to write")
     options = parser.parse_args(arguments)
     try:

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from areal_megatron import config_file
 from areal_megatron.config import Config, ConfigError
+from areal_megatron.launch import start
+from areal_megatron.launch.orders import module_of
+from areal_megatron.launch.sizes import Sizes, add_sizes, read_header
+from areal_megatron.launch.start import Beginning
 from areal_megatron.network import check_network
-from launch import start
-from launch.orders import module_of
-from launch.sizes import Sizes, add_sizes, read_header
-from launch.start import Beginning
 
 
 def add_flag(parser: argparse.ArgumentParser) -> None:

@@ -8,11 +8,11 @@ from contextlib import suppress
 from typing import Any
 
 from areal_megatron.config import Config
+from areal_megatron.launch.balance import Balancer
+from areal_megatron.launch.pools import Placement, Process
 from areal_megatron.observe.metrics import read_status
 from areal_megatron.observe.status import EngineState, engines_of
 from areal_megatron.run import Run, engine_index, engine_name
-from launch.balance import Balancer
-from launch.pools import Placement, Process
 
 LOOK_S = 5.0
 """Interval between two looks at what a run needs."""

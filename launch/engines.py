@@ -1,4 +1,4 @@
-"""Adds engines to a running run, or takes some away: `python -m launch.engines add RUN`, `… drain RUN engine-2`,
+"""Adds engines to a running run, or takes some away: `areal engines add RUN`, `… drain RUN engine-2`,
 `… balance RUN`.
 
 `add` starts engines on this machine, as many as its GPUs hold, and looks after them until the run is over, they are
@@ -31,22 +31,22 @@ from areal_megatron import config_file
 from areal_megatron.command import program
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.engine.server import reserve_ports
+from areal_megatron.launch import gpus, start
+from areal_megatron.launch.balance import Balancer
+from areal_megatron.launch.elastic import LOOK_S, ask_to_leave, claim, have_some_leave, states_of
+from areal_megatron.launch.failure import Failure, Failures
+from areal_megatron.launch.health import Health
+from areal_megatron.launch.hosts import Here
+from areal_megatron.launch.orders import start_order
+from areal_megatron.launch.pools import Process, Slot
+from areal_megatron.launch.records import LaunchRecord, Pulse, read_record, state_of
+from areal_megatron.launch.supervise import Outcome, interrupt
 from areal_megatron.network import Site, join_address, split_address
 from areal_megatron.observe.advice import since_resumed
 from areal_megatron.observe.metrics import read_metrics, read_status
 from areal_megatron.observe.status import EngineState, engines_of
 from areal_megatron.run import Run, RunError, engine_index
 from areal_megatron.shown import guard
-from launch import gpus, start
-from launch.balance import Balancer
-from launch.elastic import LOOK_S, ask_to_leave, claim, have_some_leave, states_of
-from launch.failure import Failure, Failures
-from launch.health import Health
-from launch.hosts import Here
-from launch.orders import start_order
-from launch.pools import Process, Slot
-from launch.records import LaunchRecord, Pulse, read_record, state_of
-from launch.supervise import Outcome, interrupt
 
 _POLL_S = 0.5
 _UNREACHED_S = 60.0
@@ -55,7 +55,7 @@ _UNREACHED_S = 60.0
 
 def main(arguments: list[str] | None = None) -> int:
     guard()
-    parser = argparse.ArgumentParser(prog=program("launch.engines"), description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog=program("areal_megatron.launch.engines"), description=__doc__.split("\n")[0])
     actions = parser.add_subparsers(dest="action", required=True)
     adding = actions.add_parser("add", help="start engines on this machine for the run")
     adding.add_argument("--count", type=int, default=0, help="engines; default: as many as this machine's GPUs hold")

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from areal_megatron.errors import printable
 
 if TYPE_CHECKING:
-    from launch.hosts import Remote
-    from launch.processes import Child
+    from areal_megatron.launch.hosts import Remote
+    from areal_megatron.launch.processes import Child
 
 REFUSED = 2
 """The exit code of a process that refuses what the user can mend."""

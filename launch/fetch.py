@@ -1,4 +1,4 @@
-"""Fetches what a run needs of the Hugging Face hub: `python -m launch.fetch CONFIG [key=value …]`.
+"""Fetches what a run needs of the Hugging Face hub: `areal fetch CONFIG [key=value …]`.
 
 For a machine with a network, such as a login node, before a run on nodes without one: the hub's cache (HF_HOME) must be
 in a folder that both see. Whatever launches a run fetches what is not there. Exit code 0: all is there, 2: wrong input.
@@ -12,14 +12,14 @@ import sys
 from areal_megatron import config_file
 from areal_megatron.command import program
 from areal_megatron.config import ConfigError
+from areal_megatron.launch import start
 from areal_megatron.run import Run
 from areal_megatron.shown import guard
-from launch import start
 
 
 def main(arguments: list[str] | None = None) -> int:
     guard()
-    parser = argparse.ArgumentParser(prog=program("launch.fetch"), description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog=program("areal_megatron.launch.fetch"), description=__doc__.split("\n")[0])
     parser.add_argument("config", help="YAML file, see configs/")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the config")
     options = parser.parse_intermixed_args(arguments)

@@ -1,14 +1,14 @@
 """Ends the sessions whose ids it has read from stdin once stdin closes: their owner has ended, perhaps by SIGKILL.
 
-python -m launch.guardian TEMPORARY      # their folder for temporary files, which is removed
+python -m areal_megatron.launch.guardian TEMPORARY      # their folder for temporary files, which is removed
 """
 
 import shutil
 import signal
 import sys
 
-from launch.processes import end_sessions
-from launch.shared_memory import SharedMemory
+from areal_megatron.launch.processes import end_sessions
+from areal_megatron.launch.shared_memory import SharedMemory
 
 
 def main() -> None:

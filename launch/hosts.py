@@ -8,11 +8,22 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Protocol
 
+from areal_megatron.launch.orders import (
+    Alive,
+    Cleared,
+    End,
+    EndAll,
+    Ended,
+    Event,
+    NodeHello,
+    Order,
+    StartOrder,
+    carry_out,
+)
+from areal_megatron.launch.pools import Process, whole
+from areal_megatron.launch.processes import Child, Children, Log
+from areal_megatron.launch.silence import AwakeClock
 from areal_megatron.run import is_engine
-from launch.orders import Alive, Cleared, End, EndAll, Ended, Event, NodeHello, Order, StartOrder, carry_out
-from launch.pools import Process, whole
-from launch.processes import Child, Children, Log
-from launch.silence import AwakeClock
 
 _POLL_S = 0.05
 _END_S = 60.0

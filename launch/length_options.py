@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 
 from areal_megatron.config import Config, ConfigError
+from areal_megatron.launch.forecast.lengths import AnswerLengths, LognormalLengths, RecordedLengths
 from areal_megatron.run import Run
-from launch.forecast.lengths import AnswerLengths, LognormalLengths, RecordedLengths
 
 
 def add_lengths(parser: argparse.ArgumentParser) -> None:

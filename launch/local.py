@@ -1,4 +1,4 @@
-"""Launches a run on this machine: `python -m launch.local CONFIG [key=value …] [--dry-run] [--restarts N]`.
+"""Launches a run on this machine: `areal train CONFIG [key=value …] [--dry-run] [--restarts N]`.
 
 Allocates the pools, starts controller, engines and trainer ranks side by side, shows progress, and ends all of them
 when one fails or at Ctrl-C. Exit code 0: done, 1: a process failed, 2: wrong input, or a failure that repeats by
@@ -14,17 +14,17 @@ import sys
 
 from areal_megatron import config_file, descriptors
 from areal_megatron.config import Config, ConfigError
+from areal_megatron.launch import dry_run, gpus, start
+from areal_megatron.launch.hosts import Here
+from areal_megatron.launch.pools import Node
+from areal_megatron.launch.supervise import Outcome, supervise
 from areal_megatron.run import Replaced
 from areal_megatron.shown import guard
-from launch import dry_run, gpus, start
-from launch.hosts import Here
-from launch.pools import Node
-from launch.supervise import Outcome, supervise
 
 
 def main(arguments: list[str] | None = None) -> int:
     guard()
-    parser = start.parser("launch.local", __doc__.split("\n")[0])
+    parser = start.parser("areal_megatron.launch.local", __doc__.split("\n")[0])
     dry_run.add_flag(parser)
     options = parser.parse_intermixed_args(arguments)
     options.again = _again(parser.prog, sys.argv[1:] if arguments is None else arguments)

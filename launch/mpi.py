@@ -1,9 +1,9 @@
-"""Launches a run over the slots of an MPI job: `mpirun -n W python -m launch.mpi CONFIG [key=value …]`.
+"""Launches a run over the slots of an MPI job: `mpirun -n W python -m areal_megatron.launch.mpi CONFIG [key=value …]`.
 
 Every MPI process is a slot, a GPU or a core, and supervises what is started there; the first one also watches the run.
 Orders and events are MPI messages. The processes of the run know nothing of MPI, so that one may die without the
 others. MPI itself does not survive the loss of one of its own processes, as with a node: mpirun then ends them all.
-Exit codes are those of launch.local. Imports neither torch nor vllm.
+Exit codes are those of areal train. Imports neither torch nor vllm.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ import msgspec
 
 from areal_megatron import config_file
 from areal_megatron.config import Config, ConfigError
+from areal_megatron.launch import dry_run, start
+from areal_megatron.launch.hosts import HostError, Nodes
+from areal_megatron.launch.node import POLL_S, Supervisor, hello
+from areal_megatron.launch.orders import Alive, EndAll, Event, NodeHello, Order
+from areal_megatron.launch.pools import Node, Process
+from areal_megatron.launch.silence import SIGN_S, Repeater
+from areal_megatron.launch.start import Beginning
+from areal_megatron.launch.supervise import Outcome, supervise
 from areal_megatron.network import check_network
 from areal_megatron.run import Replaced, Run
 from areal_megatron.shown import guard
-from launch import dry_run, start
-from launch.hosts import HostError, Nodes
-from launch.node import POLL_S, Supervisor, hello
-from launch.orders import Alive, EndAll, Event, NodeHello, Order
-from launch.pools import Node, Process
-from launch.silence import SIGN_S, Repeater
-from launch.start import Beginning
-from launch.supervise import Outcome, supervise
 
 _encode = msgspec.json.encode
 _decode_order = msgspec.json.Decoder(Order | None).decode
@@ -41,7 +41,7 @@ _decode_event = msgspec.json.Decoder(Event).decode
 
 def main(arguments: list[str] | None = None) -> int:
     guard()
-    parser = start.parser("launch.mpi", __doc__.split("\n")[0])
+    parser = start.parser("areal_megatron.launch.mpi", __doc__.split("\n")[0])
     dry_run.add_flags(parser)
     options = parser.parse_intermixed_args(arguments)
     try:
@@ -53,10 +53,13 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as e:  # RuntimeError: there is no MPI library
-        print(f"error: launch.mpi needs mpi4py and an MPI library: {e}", file=sys.stderr)
+        print(f"error: areal_megatron.launch.mpi needs mpi4py and an MPI library: {e}", file=sys.stderr)
         return 2
     if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
-        print("error: launch.mpi needs an MPI library that several threads may call in turn", file=sys.stderr)
+        print(
+            "error: areal_megatron.launch.mpi needs an MPI library that several threads may call in turn",
+            file=sys.stderr,
+        )
         return 2
     world = Messages(MPI.COMM_WORLD)
     own = hello(str(world.rank))

@@ -1,4 +1,4 @@
-"""Supervises the processes of one node; launch.slurm starts it over srun: `python -m launch.node --silence-s S`.
+"""Supervises the processes of one node: `python -m areal_megatron.launch.node --silence-s S`, over srun from slurm.py.
 
 Orders come in on stdin and events go out on stdout, a line of JSON each (orders.py). The supervisor ends all its
 processes when it is told to, at SIGTERM, and when its launcher is gone: at the end of stdin, or after a long silence.
@@ -24,11 +24,23 @@ from pathlib import Path
 import msgspec
 
 from areal_megatron import descriptors
+from areal_megatron.launch import gpus
+from areal_megatron.launch.orders import (
+    Alive,
+    Cleared,
+    End,
+    EndAll,
+    Ended,
+    Event,
+    Leave,
+    NodeHello,
+    Order,
+    StartOrder,
+    carry_out,
+)
+from areal_megatron.launch.processes import Children
+from areal_megatron.launch.silence import AwakeClock, Repeater, sign_interval
 from areal_megatron.shown import guard
-from launch import gpus
-from launch.orders import Alive, Cleared, End, EndAll, Ended, Event, Leave, NodeHello, Order, StartOrder, carry_out
-from launch.processes import Children
-from launch.silence import AwakeClock, Repeater, sign_interval
 
 POLL_S = 0.1
 _LAUNCHER_SILENCE = 2
@@ -91,7 +103,7 @@ def hello(name: str, pool: str = "") -> NodeHello:
 
 def main() -> int:
     guard()
-    parser = argparse.ArgumentParser(prog="python -m launch.node", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m areal_megatron.launch.node", description=__doc__.split("\n")[0])
     parser.add_argument("--pool", default="", choices=["", "trainer", "rollout"])
     parser.add_argument("--silence-s", type=float, required=True, help="machine.silence_s of the run")
     options = parser.parse_args()

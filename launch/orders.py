@@ -14,13 +14,13 @@ import msgspec
 
 from areal_megatron.config import Config
 from areal_megatron.engine.environment import CPUS, GPU_SHARE, KV_CACHE_BYTES, PART, RENDEZVOUS
+from areal_megatron.launch import caches, gpus
+from areal_megatron.launch.gpus import VISIBLE
+from areal_megatron.launch.memory.parts import GpuShares
+from areal_megatron.launch.pools import Process
+from areal_megatron.launch.processes import Child, Children
 from areal_megatron.network import Site
 from areal_megatron.run import Run, is_server
-from launch import caches, gpus
-from launch.gpus import VISIBLE
-from launch.memory.parts import GpuShares
-from launch.pools import Process
-from launch.processes import Child, Children
 
 _MODULES = {
     "controller": "areal_megatron.controller.controller",

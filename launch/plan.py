@@ -1,4 +1,4 @@
-"""Plans a run without starting it: `python -m launch.plan CONFIG [key=value …] --nodes 48 --gpus 8`.
+"""Plans a run without starting it: `areal plan CONFIG [key=value …] --nodes 48 --gpus 8`.
 
 Prints which process gets which slots, the memory of the fullest ranks and the size of a checkpoint. All it needs of the
 model is config.json, which it fetches if model.path names a model on the hub. Exit code 2 if the run cannot work, with
@@ -21,14 +21,14 @@ from areal_megatron.algorithms import PUBLISHED
 from areal_megatron.command import program
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.files import write_json
+from areal_megatron.launch.best import add_best, check_alone, report, search, text
+from areal_megatron.launch.memory import MemoryPlan, plan_memory
+from areal_megatron.launch.memory.parts import GIB
+from areal_megatron.launch.option_check import check_for_device, check_options, uncounted
+from areal_megatron.launch.pools import Node, Placement, allocate
+from areal_megatron.launch.sizes import Sizes, add_sizes
 from areal_megatron.model_check import check_model, trained_config
 from areal_megatron.shown import guard
-from launch.best import add_best, check_alone, report, search, text
-from launch.memory import MemoryPlan, plan_memory
-from launch.memory.parts import GIB
-from launch.option_check import check_for_device, check_options, uncounted
-from launch.pools import Node, Placement, allocate
-from launch.sizes import Sizes, add_sizes
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def _check_link(config: Config) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     guard()
-    parser = argparse.ArgumentParser(prog=program("launch.plan"), description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog=program("areal_megatron.launch.plan"), description=__doc__.split("\n")[0])
     parser.add_argument("config", help="YAML file, see configs/")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the config")
     add_sizes(parser, required=True)

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from itertools import groupby
 from typing import Any
 
+from areal_megatron.launch.records import LaunchRecord, ProcessRecord
 from areal_megatron.observe.status import engines_of
-from launch.records import LaunchRecord, ProcessRecord
 
 HEAD = ("process", "node", "slots", "state", "version", "requests", "tokens/s")
 _LISTED = 32

@@ -17,9 +17,9 @@ from pathlib import Path
 import psutil
 
 from areal_megatron.errors import worth_a_line
+from areal_megatron.launch.out_of_memory import OutOfMemory
+from areal_megatron.launch.shared_memory import SharedMemory
 from areal_megatron.lifeline import DESCRIPTOR
-from launch.out_of_memory import OutOfMemory
-from launch.shared_memory import SharedMemory
 
 NO_PROGRAM = 127
 """The exit code of what cannot be started, as in shells."""
@@ -154,7 +154,7 @@ class Children:
         return self._guardian.pid
 
     def _new_guardian(self) -> subprocess.Popen:
-        command = [sys.executable, "-m", "launch.guardian", self._temporary]
+        command = [sys.executable, "-m", "areal_megatron.launch.guardian", self._temporary]
         return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
     def _tell_guardian(self, child: Child) -> None:

@@ -12,10 +12,10 @@ import msgspec
 
 from areal_megatron.files import read_replaced, write_atomically
 from areal_megatron.json_input import read_record as read_json_record
+from areal_megatron.launch.pools import Placement, Process
+from areal_megatron.launch.processes import Log
+from areal_megatron.launch.silence import AwakeClock
 from areal_megatron.run import Away, Run
-from launch.pools import Placement, Process
-from launch.processes import Log
-from launch.silence import AwakeClock
 
 RECORD_S = 5.0
 """Time between two records of a run in which nothing happens."""

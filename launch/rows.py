@@ -1,4 +1,4 @@
-"""Shows the first rows of a run's data as the run sees them: `python -m launch.rows CONFIG [key=value …] [--eval]`.
+"""Shows the first rows of a run's data as the run sees them: `areal rows CONFIG [key=value …] [--eval]`.
 
 Of each row: the prompt after the model's chat template, the right answer, and the reward that a response with the right
 answer gets. Then how many rows are left out, or would keep the run from starting, and why; and which can hardly teach
@@ -22,12 +22,12 @@ from areal_megatron.data.prompts import LeftOut, Prompt, read_prompts
 from areal_megatron.data.supervised import read_items
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.errors import first_line
+from areal_megatron.launch import start
 from areal_megatron.reward.answers import problem_with_answers
 from areal_megatron.reward.function import RewardFunction, load_function, scored
 from areal_megatron.reward.math import right_answers
 from areal_megatron.reward.trial import try_rewards
 from areal_megatron.shown import guard
-from launch import start
 
 _LONGEST = 2000
 """Characters of a text that are shown."""
@@ -104,7 +104,7 @@ def _titled(text: str) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     guard()
-    parser = argparse.ArgumentParser(prog=program("launch.rows"), description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog=program("areal_megatron.launch.rows"), description=__doc__.split("\n")[0])
     parser.add_argument("config", help="YAML file, see configs/")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the config")
     parser.add_argument("--eval", action="store_true", help="of data.eval")

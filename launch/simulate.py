@@ -1,4 +1,4 @@
-"""Simulates a run without starting it: `python -m launch.simulate CONFIG [key=value …] --gpu h800 --median 7600`.
+"""Simulates a run without starting it: `areal simulate CONFIG [key=value …] --gpu h800 --median 7600`.
 
 The run's own decisions (who is admitted, which groups make a batch, how it is packed, who sends which weights) on
 times that are foretold from the GPU's rates (docs/scale.md). Of the model it needs config.json. Answers have lognormal
@@ -20,12 +20,12 @@ from areal_megatron import config_file, hub
 from areal_megatron.command import program
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.files import write_json
+from areal_megatron.launch.forecast.accelerators import Accelerator, accelerator
+from areal_megatron.launch.forecast.simulator import Circumstances, SimulatedRun, Simulator, Times, TrainedUpdate
+from areal_megatron.launch.forecast.times import times_of
+from areal_megatron.launch.length_options import add_lengths, given_lengths
 from areal_megatron.observe.advice import advise
 from areal_megatron.shown import guard
-from launch.forecast.accelerators import Accelerator, accelerator
-from launch.forecast.simulator import Circumstances, SimulatedRun, Simulator, Times, TrainedUpdate
-from launch.forecast.times import times_of
-from launch.length_options import add_lengths, given_lengths
 
 QUIET_S = 5.0
 """Seconds after which the command says how far it is, and again after as many."""
@@ -120,7 +120,7 @@ class SimulationProgress:
 
 def main(arguments: list[str] | None = None) -> int:
     guard()
-    parser = argparse.ArgumentParser(prog=program("launch.simulate"), description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog=program("areal_megatron.launch.simulate"), description=__doc__.split("\n")[0])
     parser.add_argument("config", help="YAML file, see configs/")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the config")
     parser.add_argument("--gpu", required=True, help="a100, h100, h800, h200, b200, or a JSON file with its rates")

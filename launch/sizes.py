@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from areal_megatron.config import Config, ConfigError
-from launch.pools import Node
+from areal_megatron.launch.pools import Node
 
 _NODES = re.compile(r"(?:--nodes[= ]|-N\s*)(\d+)\s*$")
 _GPUS = re.compile(r"(?:--gpus-per-node[= ]|--gres[= ]gpu:)(?:[A-Za-z]\w*:)?(\d+)\s*$")

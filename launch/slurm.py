@@ -1,8 +1,8 @@
-"""Launches a run in a Slurm allocation: `python -m launch.slurm CONFIG [key=value …]`, from a batch script.
+"""Launches a run in a Slurm job: `python -m areal_megatron.launch.slurm CONFIG [key=value …]`, from a batch script.
 
-The scripts in slurm/, and those that launch.submit writes, call it on the first node of the job. It starts a supervisor
-on each node with srun, divides the nodes into pools, and watches the run. In a heterogeneous job group 0 has the
-trainers' nodes and group 1 the engines'.
+The scripts in slurm/, and those that `areal submit` writes, call it on the first node of the job. It starts a
+supervisor on each node with srun, divides the nodes into pools, and watches the run. In a heterogeneous job group 0 has
+the trainers' nodes and group 1 the engines'.
 
 SIGUSR1, which `sbatch --signal=B:USR1@600` sends ahead of the time limit and at preemption, makes the run save a
 checkpoint and requeues the job. A job that has lost a node, or whose nodes do not all answer at its start, is requeued
@@ -31,17 +31,17 @@ from areal_megatron.checkpoint import folder as checkpoint_folder
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.files import read_replaced, write_atomically
 from areal_megatron.json_input import read_record
+from areal_megatron.launch import dry_run, node, start
+from areal_megatron.launch.hosts import HostError, Nodes
+from areal_megatron.launch.lease import Lease
+from areal_megatron.launch.orders import Event, Leave, NodeHello, Order, Present
+from areal_megatron.launch.pools import Node
+from areal_megatron.launch.silence import Repeater, sign_interval
+from areal_megatron.launch.start import Beginning
+from areal_megatron.launch.supervise import Outcome, supervise
 from areal_megatron.network import check_network
 from areal_megatron.run import Replaced, Run
 from areal_megatron.shown import guard
-from launch import dry_run, node, start
-from launch.hosts import HostError, Nodes
-from launch.lease import Lease
-from launch.orders import Event, Leave, NodeHello, Order, Present
-from launch.pools import Node
-from launch.silence import Repeater, sign_interval
-from launch.start import Beginning
-from launch.supervise import Outcome, supervise
 
 _POOLS = ("trainer", "rollout")
 _CLIENT_TIMEOUT_S = 60.0
@@ -54,7 +54,7 @@ _KILLED_S = 120.0
 
 def main(arguments: list[str] | None = None) -> int:
     guard()
-    parser = start.parser("launch.slurm", __doc__.split("\n")[0])
+    parser = start.parser("areal_megatron.launch.slurm", __doc__.split("\n")[0])
     parser.add_argument(
         "--grace-s",
         type=float,
@@ -156,8 +156,8 @@ class Job(msgspec.Struct):
         """Reads the job from Slurm's environment. Raises ConfigError outside a job, or for a malformed node list."""
         if "SLURM_JOB_ID" not in environment:
             raise ConfigError(
-                "launch.slurm runs inside a Slurm job: submit one of the scripts in slurm/, e.g. "
-                "'sbatch slurm/train_32b.sh', or use 'areal submit'; on one machine use launch.local; what would run "
+                "areal_megatron.launch.slurm runs inside a Slurm job: submit one of the scripts in slurm/, e.g. "
+                "'sbatch slurm/train_32b.sh', or use 'areal submit'; on one machine use areal train; what would run "
                 "on nodes that are not there yet is shown by --dry-run --nodes N --gpus N"
             )
         count = int(environment.get("SLURM_HET_SIZE", 0))
@@ -182,7 +182,9 @@ def expand(nodes: str) -> list[str]:
             errors="replace",
         )
     except FileNotFoundError:
-        raise ConfigError("there is no scontrol on this node: launch.slurm needs Slurm's client programs") from None
+        raise ConfigError(
+            "there is no scontrol on this node: areal_megatron.launch.slurm needs Slurm's client programs"
+        ) from None
     except subprocess.TimeoutExpired:
         raise ConfigError(f"scontrol did not answer within {_CLIENT_TIMEOUT_S:.0f} s") from None
     except subprocess.CalledProcessError as e:
@@ -275,7 +277,7 @@ def srun(job: Job, silence_s: float) -> Srun:
             "--no-kill",
             "--unbuffered",
         ]
-        command += [sys.executable, "-m", "launch.node", f"--silence-s={silence_s}"]
+        command += [sys.executable, "-m", "areal_megatron.launch.node", f"--silence-s={silence_s}"]
         commands.append([*command, *(["--pool", _POOLS[number]] if several else [])])
     return Srun(commands, silence_s)
 

@@ -24,6 +24,10 @@ from areal_megatron.data.dumps import check_same, check_tokens, recorded
 from areal_megatron.data.dumps import read as read_dump
 from areal_megatron.data.prompts import drawing_of
 from areal_megatron.data.tokenizer import Tokenizer
+from areal_megatron.launch.lease import Lease
+from areal_megatron.launch.option_check import check_options
+from areal_megatron.launch.plan import ClusterPlan, plan
+from areal_megatron.launch.pools import Node, Placement
 from areal_megatron.model_check import check_model, check_published
 from areal_megatron.models.architecture import read_config
 from areal_megatron.observe.trackers import check_trackers
@@ -33,10 +37,6 @@ from areal_megatron.reward.group import load_group_function
 from areal_megatron.reward.trial import try_rewards
 from areal_megatron.run import Run
 from areal_megatron.workflows.workflow import check_workflow
-from launch.lease import Lease
-from launch.option_check import check_options
-from launch.plan import ClusterPlan, plan
-from launch.pools import Node, Placement
 
 POOLS = ("trainer", "rollout", "controller")
 _LISTS, _COUNTS = "SLURM_JOB_GPUS", "SLURM_GPUS"

@@ -1,4 +1,4 @@
-"""Shows how a run is, from any machine that sees its folder: `python -m launch.status RUN [--all | --web]`.
+"""Shows how a run is, from any machine that sees its folder: `areal status RUN [--all | --web]`.
 
 Prints how far the run is, its processes with node, version and throughput, the last checkpoint, the restarts, and where
 the logs are. If the launcher's last record is old, waits some seconds for another. Exit code 0: it is running or done,
@@ -23,19 +23,19 @@ from areal_megatron import config_file
 from areal_megatron.checkpoint import folder as checkpoint_folder
 from areal_megatron.command import program
 from areal_megatron.config import ConfigError
+from areal_megatron.launch.process_rows import HEAD, rows
+from areal_megatron.launch.records import LaunchRecord, read_record, state_of
 from areal_megatron.observe.advice import advise, since_resumed
 from areal_megatron.observe.console import number, percent
 from areal_megatron.observe.metrics import read_metrics, read_status
 from areal_megatron.run import Run
 from areal_megatron.shown import guard, visible
 from areal_megatron.terminal import Terminal
-from launch.process_rows import HEAD, rows
-from launch.records import LaunchRecord, read_record, state_of
 
 
 def main(arguments: list[str] | None = None) -> int:
     guard()
-    parser = argparse.ArgumentParser(prog=program("launch.status"), description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog=program("areal_megatron.launch.status"), description=__doc__.split("\n")[0])
     parser.add_argument("run", type=Path, help="run folder, e.g. runs/tiny")
     parser.add_argument("--all", action="store_true", help="a line for each process, however many there are")
     parser.add_argument("--web", action="store_true", help="serve a page and print its address")
@@ -70,7 +70,7 @@ def _show(run: Run, named: Path, every: bool) -> int:
 
 
 def _web(run: Run, host: str, port: int) -> int:
-    from launch.page import server  # with what reads trajectories, it takes a second to import
+    from areal_megatron.launch.page import server  # with what reads trajectories, it takes a second to import
 
     if not 0 <= port < 2**16:
         raise ConfigError(f"--port: must be from 0 to 65535, is {port}")

@@ -1,8 +1,8 @@
-"""Has Slurm start a run: `python -m launch.submit CONFIG [key=value …] --nodes 48 --gpus 8 [--time 24:00:00]`.
+"""Has Slurm start a run: `areal submit CONFIG [key=value …] --nodes 48 --gpus 8 [--time 24:00:00]`.
 
 Fetches models and data that are named on the hub, and checks config, model, data and the plan for those nodes: nothing
 is to wait in the queue that cannot start. Then writes a batch script, as those in slurm/ are, and hands it to sbatch:
-the job calls launch.slurm with this Python in this folder, is queued again before its time limit and when it is
+the job calls launch/slurm.py with this Python in this folder, is queued again before its time limit and when it is
 preempted, and resumes where it was. All nodes must see the folder, the model and this installation. `--dry-run` prints
 the plan and the script. Exit code 0: submitted, 2: wrong input, or Slurm refuses the job. Imports neither torch nor
 vllm.
@@ -20,10 +20,10 @@ from collections.abc import Sequence
 
 from areal_megatron import config_file
 from areal_megatron.config import Config, ConfigError
+from areal_megatron.launch import dry_run, start
+from areal_megatron.launch.sizes import Sizes, add_sizes
 from areal_megatron.run import Run
 from areal_megatron.shown import guard
-from launch import dry_run, start
-from launch.sizes import Sizes, add_sizes
 
 _SBATCH_S = 60.0
 _AHEAD_S = 600
@@ -34,7 +34,7 @@ _ASKED = ["resume=auto", "machine.host=auto"]
 
 def main(arguments: list[str] | None = None) -> int:
     guard()
-    parser = start.parser("launch.submit", __doc__.split("\n")[0])
+    parser = start.parser("areal_megatron.launch.submit", __doc__.split("\n")[0])
     parser.set_defaults(restarts=10)
     add_sizes(parser, required=True)
     job = parser.add_argument_group("the job")
@@ -102,7 +102,7 @@ def script(config: Config, overrides: Sequence[str], options: argparse.Namespace
     for line in lines:
         if not line.startswith("-") or not line.isprintable():
             raise ConfigError(f"{line!r} is no option of sbatch: expected e.g. --sbatch=--constraint=h100")
-    command = [sys.executable, "-m", "launch.slurm", options.config, f"--restarts={options.restarts}"]
+    command = [sys.executable, "-m", "areal_megatron.launch.slurm", options.config, f"--restarts={options.restarts}"]
     command += [f"--python={pool}={shlex.join(words)}" for pool, words in options.python.items()]
     header = "".join(f"#SBATCH {shlex.quote(line)}\n" for line in lines)
     return (

@@ -14,23 +14,23 @@ from contextlib import suppress
 from dataclasses import replace
 
 from areal_megatron.config import ConfigError
+from areal_megatron.launch import output, start
+from areal_megatron.launch.closing import closing
+from areal_megatron.launch.elastic import Elastic
+from areal_megatron.launch.failure import REFUSED, Failure, Failures
+from areal_megatron.launch.health import Health
+from areal_megatron.launch.hosts import HostError, Hosts, Remote
+from areal_megatron.launch.lease import Lease
+from areal_megatron.launch.mirrors import Mirrors
+from areal_megatron.launch.orders import start_order
+from areal_megatron.launch.pools import Process, whole
+from areal_megatron.launch.processes import Child
+from areal_megatron.launch.records import Recorder
+from areal_megatron.launch.silence import AwakeClock, Repeater
+from areal_megatron.launch.start import Beginning
 from areal_megatron.observe.console import Console
 from areal_megatron.observe.metrics import STEPS, read_metrics, read_status
 from areal_megatron.run import Away, Replaced, is_engine, is_server
-from launch import output, start
-from launch.closing import closing
-from launch.elastic import Elastic
-from launch.failure import REFUSED, Failure, Failures
-from launch.health import Health
-from launch.hosts import HostError, Hosts, Remote
-from launch.lease import Lease
-from launch.mirrors import Mirrors
-from launch.orders import start_order
-from launch.pools import Process, whole
-from launch.processes import Child
-from launch.records import Recorder
-from launch.silence import AwakeClock, Repeater
-from launch.start import Beginning
 
 _POLL_S = 0.1
 _RECORD_S = 0.5

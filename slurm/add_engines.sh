@@ -10,4 +10,4 @@
 cd "${SLURM_SUBMIT_DIR:-.}" || exit 2
 PYTHON="${PYTHON:-.venv/bin/python}"
 command -v "$PYTHON" >/dev/null || { echo "error: no $PYTHON in $PWD: run 'make setup' there, or set PYTHON" >&2; exit 2; }
-exec srun --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=0 "$PYTHON" -m launch.engines add "$@"
+exec srun --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=0 "$PYTHON" -m areal_megatron.launch.engines add "$@"

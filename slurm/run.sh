@@ -12,4 +12,4 @@ command -v "$PYTHON" >/dev/null || { echo "error: no $PYTHON in $PWD: run 'make 
 # machine.host=auto: nodes talk over the interface with the default route; override it with, e.g., machine.host=ib0.
 # exec: the signal before the time limit goes to this process, which must therefore be the launcher.
 # Outside a job, 'bash slurm/train_32b.sh ... --dry-run' plans for the nodes that its header asks for.
-exec "$PYTHON" -m launch.slurm "$CONFIG" --restarts=10 --batch-script="$0" resume=auto machine.host=auto "$@"
+exec "$PYTHON" -m areal_megatron.launch.slurm "$CONFIG" --restarts=10 --batch-script="$0" resume=auto machine.host=auto "$@"

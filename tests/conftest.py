@@ -75,7 +75,7 @@ def take_interrupts() -> None:
 
 
 class LocalRun:
-    """`python -m launch.local` as its own process; output in one file."""
+    """`areal train` as its own process; output in one file."""
 
     def __init__(self, folder: Path, *overrides: str, output: Path | None = None, enter: Sequence[str] = ()):
         """`enter`: the beginning of the command, as of support/slow_link.py."""
@@ -86,7 +86,7 @@ class LocalRun:
             *enter,
             sys.executable,
             "-m",
-            "launch.local",
+            "areal_megatron.launch.local",
             "configs/tiny_cpu.yaml",
             f"name={folder.name}",
             f"runs_dir={folder.parent}",

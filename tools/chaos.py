@@ -33,10 +33,10 @@ import psutil
 
 from areal_megatron.audit import audit
 from areal_megatron.config import ConfigError
+from areal_megatron.launch.start import POOLS
 from areal_megatron.observe.metrics import read_metrics
 from areal_megatron.run import CONTROLLER, Run, RunError, is_engine
 from areal_megatron.shown import speak_utf8
-from launch.start import POOLS
 from tools import chaos_world
 from tools.chaos_world import INTERFACE, World
 
@@ -181,7 +181,7 @@ class Victim:
         if (launcher := self.launcher()) is None:
             raise NotNow
         others = launcher.children(recursive=True)
-        if guardians := [process for process in others if "launch.guardian" in _command(process)]:
+        if guardians := [process for process in others if "areal_megatron.launch.guardian" in _command(process)]:
             folder = _command(guardians[0])[-1]
             others += [
                 p for p in psutil.process_iter() if p not in others and _temporary(p) == folder
@@ -196,7 +196,7 @@ class Victim:
         """Starts one more engine, on the second machine if there is one."""
         python = [*self.world.far(), self.world.python] if self.world else [sys.executable]
         self._added_output.unlink(missing_ok=True)
-        command = [*python, "-m", "launch.engines", "add", str(self.run.folder), "--count=1"]
+        command = [*python, "-m", "areal_megatron.launch.engines", "add", str(self.run.folder), "--count=1"]
         command += [f"--python=rollout={self.world.python}"] if self.world else []
         self._adding = _begin(command, self._added_output)
 
@@ -339,7 +339,15 @@ def add_or_drain(victim: Victim, rng: random.Random) -> str:
         victim.add_engine()
         return "one engine more is started"
     drained = subprocess.run(
-        [sys.executable, "-m", "launch.engines", "drain", str(victim.run.folder), name, "--timeout-s=300"],
+        [
+            sys.executable,
+            "-m",
+            "areal_megatron.launch.engines",
+            "drain",
+            str(victim.run.folder),
+            name,
+            "--timeout-s=300",
+        ],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -433,7 +441,7 @@ def _start_command(world: World, config: str, overrides: list[str]) -> list[str]
     return [
         world.python,
         "-m",
-        "launch.local",
+        "areal_megatron.launch.local",
         config,
         f"name={world.folder.name}",
         f"runs_dir={world.folder.parent}",

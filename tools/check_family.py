@@ -261,7 +261,13 @@ def run(subject: Subject) -> str:
         "reward.function": "tests.support.rewards:short",
         "checkpoint.hf_every": 3,
     }
-    command = [sys.executable, "-m", "launch.local", "configs/tiny_cpu.yaml", *(f"{k}={v}" for k, v in keys.items())]
+    command = [
+        sys.executable,
+        "-m",
+        "areal_megatron.launch.local",
+        "configs/tiny_cpu.yaml",
+        *(f"{k}={v}" for k, v in keys.items()),
+    ]
     done = subprocess.run(
         command,
         cwd=ROOT,

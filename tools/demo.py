@@ -20,10 +20,10 @@ from pathlib import Path
 
 from areal_megatron import config_file
 from areal_megatron.config import ConfigError
+from areal_megatron.launch import local
 from areal_megatron.observe.metrics import read_metrics
 from areal_megatron.run import Run
 from areal_megatron.shown import speak_utf8
-from launch import local
 from tools.make_arithmetic import FAMILIES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -56,7 +56,7 @@ def main() -> int:
         run_step(
             "supervised warm start",
             "-m",
-            "launch.local",
+            "areal_megatron.launch.local",
             "configs/tiny_sft.yaml",
             f"runs_dir={out}",
             "name=sft",
@@ -67,7 +67,7 @@ def main() -> int:
         run_step(
             "asynchronous PPO",
             "-m",
-            "launch.local",
+            "areal_megatron.launch.local",
             CONFIG,
             f"runs_dir={out}",
             "name=rl",

@@ -68,7 +68,7 @@ def main() -> int:
         run_step(
             "asynchronous PPO",
             "-m",
-            "launch.local",
+            "areal_megatron.launch.local",
             CONFIG,
             f"runs_dir={out}",
             "name=rl",

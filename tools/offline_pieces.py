@@ -108,8 +108,8 @@ def pip(command: str, *arguments: object) -> str:
 def project_wheel(folder: Path) -> None:
     """Builds the project's wheel from a copy: setuptools leaves files in the folder that it builds."""
     with tempfile.TemporaryDirectory() as copy:
-        for name in ("areal_megatron", "launch"):
-            shutil.copytree(ROOT / name, Path(copy, name), ignore=shutil.ignore_patterns("__pycache__"))
+        package = "areal_megatron"
+        shutil.copytree(ROOT / package, Path(copy, package), ignore=shutil.ignore_patterns("__pycache__"))
         for name in ("setup.py", "pyproject.toml", "LICENSE", "README.md"):
             shutil.copy(ROOT / name, copy)
         if problem := pip("wheel", "--no-build-isolation", "--wheel-dir", folder, copy):

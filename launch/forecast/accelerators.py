@@ -135,7 +135,7 @@ def _measured(path: Path) -> Accelerator:
         raise ConfigError(f"--gpu: {path}: expected {', '.join(_RATES)} and, if some differ, efficiencies")
     if (version := given.get("version", this_version())) != this_version():
         raise ConfigError(
-            f"--gpu: {path} was measured by version {version!r}, and this is {this_version()}: run launch.calibrate "
+            f"--gpu: {path} was measured by version {version!r}, and this is {this_version()}: run areal calibrate "
             "again, or take `version` out of it if nothing of the run has become faster or slower"
         )
     for key in _RATES:

@@ -22,13 +22,13 @@ import numpy as np
 from areal_megatron import config_file
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.data import dumps
+from areal_megatron.launch.forecast.accelerators import Accelerator, Efficiencies
+from areal_megatron.launch.forecast.engine_time import EngineTime
+from areal_megatron.launch.forecast.trainer_time import TrainerTime
 from areal_megatron.model_check import trained_config
 from areal_megatron.observe.metrics import read_metrics
 from areal_megatron.observe.spans import Span, read_spans, union
 from areal_megatron.run import Run
-from launch.forecast.accelerators import Accelerator, Efficiencies
-from launch.forecast.engine_time import EngineTime
-from launch.forecast.trainer_time import TrainerTime
 
 SETTLING = 0.2
 """The share of a run at its beginning that is left out: memory is allocated, and caches are filled."""

@@ -7,10 +7,10 @@ from typing import Any
 
 from areal_megatron.config import Config
 from areal_megatron.engine import kv_cache
+from areal_megatron.launch.forecast.accelerators import Accelerator
 from areal_megatron.models.architecture import architecture
 from areal_megatron.models.dtypes import ITEMSIZE
 from areal_megatron.models.flops import SequenceFlops
-from launch.forecast.accelerators import Accelerator
 
 
 class EngineTime:

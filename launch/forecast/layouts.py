@@ -12,18 +12,18 @@ import numpy as np
 
 from areal_megatron.config import Config, ConfigError, TrainerConfig
 from areal_megatron.engine import kv_cache
+from areal_megatron.launch.forecast.accelerators import Accelerator
+from areal_megatron.launch.forecast.engine_time import EngineTime
+from areal_megatron.launch.forecast.trainer_time import PackedBatch, TrainerTime
+from areal_megatron.launch.memory import plan_memory
+from areal_megatron.launch.memory.engine import engine_memory, kv_tokens
+from areal_megatron.launch.memory.parts import GIB, USABLE, communicator_bytes
+from areal_megatron.launch.memory.recompute import with_recompute
+from areal_megatron.launch.memory.trainer import MAIN, MOMENTS, checkpoint_bytes, held, trainer_memory
 from areal_megatron.models.architecture import architecture
 from areal_megatron.models.dtypes import ITEMSIZE
 from areal_megatron.reshard.plan import largest_bucket
 from areal_megatron.reshard.trainer_layout import MegatronSizes
-from launch.forecast.accelerators import Accelerator
-from launch.forecast.engine_time import EngineTime
-from launch.forecast.trainer_time import PackedBatch, TrainerTime
-from launch.memory import plan_memory
-from launch.memory.engine import engine_memory, kv_tokens
-from launch.memory.parts import GIB, USABLE, communicator_bytes
-from launch.memory.recompute import with_recompute
-from launch.memory.trainer import MAIN, MOMENTS, checkpoint_bytes, held, trainer_memory
 
 _STAGES = (1, 2, 3, 4, 6, 8, 9, 12, 16, 18, 24, 32)
 """Pipeline stages that are tried."""

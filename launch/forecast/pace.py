@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from areal_megatron.config import Config
-from launch.forecast.engine_time import EngineTime
-from launch.forecast.lengths import AnswerLengths
-from launch.forecast.weights_time import WeightsTime
+from areal_megatron.launch.forecast.engine_time import EngineTime
+from areal_megatron.launch.forecast.lengths import AnswerLengths
+from areal_megatron.launch.forecast.weights_time import WeightsTime
 
 _ROUNDS = 6
 """Times that the length of an update, on which the number of running answers depends, is put in for a guess."""

@@ -15,18 +15,18 @@ from statistics import mean
 import numpy as np
 
 from areal_megatron.config import Config, ConfigError, TrainerConfig, check
+from areal_megatron.launch.forecast.accelerators import Accelerator
+from areal_megatron.launch.forecast.checkpoint_interval import checkpoint_interval, updates_between
+from areal_megatron.launch.forecast.layouts import Cluster, EngineOption, TrainerOptions, engine_options
+from areal_megatron.launch.forecast.lengths import AnswerLengths
+from areal_megatron.launch.forecast.pace import FULL, BatchLengths, Pace, draw_batches, pace
+from areal_megatron.launch.forecast.simulator import Circumstances, SimulatedRun, Simulator, Times
+from areal_megatron.launch.forecast.times import times_of
+from areal_megatron.launch.forecast.weights_time import WeightsTime
+from areal_megatron.launch.memory.trainer import checkpoint_bytes
+from areal_megatron.launch.option_check import check_for_device
+from areal_megatron.launch.pools import Node, allocate
 from areal_megatron.model_check import check_model, trained_config
-from launch.forecast.accelerators import Accelerator
-from launch.forecast.checkpoint_interval import checkpoint_interval, updates_between
-from launch.forecast.layouts import Cluster, EngineOption, TrainerOptions, engine_options
-from launch.forecast.lengths import AnswerLengths
-from launch.forecast.pace import FULL, BatchLengths, Pace, draw_batches, pace
-from launch.forecast.simulator import Circumstances, SimulatedRun, Simulator, Times
-from launch.forecast.times import times_of
-from launch.forecast.weights_time import WeightsTime
-from launch.memory.trainer import checkpoint_bytes
-from launch.option_check import check_for_device
-from launch.pools import Node, allocate
 
 MOST_RUNNING = 512
 """The most answers that an engine is given at once: the largest batch for which vLLM has a CUDA graph by default."""

@@ -7,7 +7,7 @@ import math
 from collections import deque
 from dataclasses import dataclass
 
-from launch.forecast.engine_time import EngineTime
+from areal_megatron.launch.forecast.engine_time import EngineTime
 
 _EPSILON = 1e-6
 """The part of a step that rounding may leave."""

@@ -24,11 +24,11 @@ import numpy as np
 
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.controller.schedule import Group, Schedule, ScheduleState
-from launch.forecast.engine_time import EngineTime
-from launch.forecast.lengths import AnswerLengths
-from launch.forecast.simulated_engine import RunningAnswer, SimulatedEngine
-from launch.forecast.trainer_time import TrainerTime
-from launch.forecast.weights_time import WeightsTime
+from areal_megatron.launch.forecast.engine_time import EngineTime
+from areal_megatron.launch.forecast.lengths import AnswerLengths
+from areal_megatron.launch.forecast.simulated_engine import RunningAnswer, SimulatedEngine
+from areal_megatron.launch.forecast.trainer_time import TrainerTime
+from areal_megatron.launch.forecast.weights_time import WeightsTime
 
 _MOST_IN_VAIN = 1000
 """Launches after which a run that gets no further is given up."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from areal_megatron.config import Config
+from areal_megatron.launch.forecast.accelerators import Accelerator
+from areal_megatron.launch.forecast.engine_time import EngineTime
+from areal_megatron.launch.forecast.simulator import Times
+from areal_megatron.launch.forecast.trainer_time import TrainerTime
+from areal_megatron.launch.forecast.weights_time import WeightsTime
+from areal_megatron.launch.memory import plan_memory
+from areal_megatron.launch.memory.engine import kv_tokens
 from areal_megatron.model_check import trained_config
-from launch.forecast.accelerators import Accelerator
-from launch.forecast.engine_time import EngineTime
-from launch.forecast.simulator import Times
-from launch.forecast.trainer_time import TrainerTime
-from launch.forecast.weights_time import WeightsTime
-from launch.memory import plan_memory
-from launch.memory.engine import kv_tokens
 
 
 def times_of(config: Config, gpu: Accelerator, node_gpus: int = 8, gib: float = 0) -> tuple[Config, Times]:

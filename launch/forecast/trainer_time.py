@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 
 from areal_megatron.config import Config
+from areal_megatron.launch.forecast.accelerators import Accelerator
+from areal_megatron.launch.memory.recompute import flops_ratio
+from areal_megatron.launch.memory.trainer import Held, held
 from areal_megatron.models.architecture import architecture
 from areal_megatron.models.dtypes import ITEMSIZE
 from areal_megatron.models.flops import SequenceFlops
 from areal_megatron.packing.partition import partition
 from areal_megatron.reshard.trainer_layout import MegatronSizes
-from launch.forecast.accelerators import Accelerator
-from launch.memory.recompute import flops_ratio
-from launch.memory.trainer import Held, held
 
 ADAM = 4 + 2 * 12 + 2
 """Bytes that a step of Adam reads and writes for a parameter: gradient; main parameter and moments, twice; itself."""

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from areal_megatron.config import Config
+from areal_megatron.launch.forecast.accelerators import Accelerator
+from areal_megatron.launch.memory.traffic import weight_traffic
+from areal_megatron.launch.memory.trainer import checkpoint_bytes
 from areal_megatron.models.dtypes import ITEMSIZE
 from areal_megatron.reshard.engine_layout import EngineSizes, layout
-from launch.forecast.accelerators import Accelerator
-from launch.memory.traffic import weight_traffic
-from launch.memory.trainer import checkpoint_bytes
 
 
 @dataclass(frozen=True)

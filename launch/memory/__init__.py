@@ -13,13 +13,13 @@ from typing import Any
 
 from areal_megatron.config import Config, ConfigError, TrainerConfig
 from areal_megatron.engine.kv_cache import machine_bytes
+from areal_megatron.launch.memory.activations import longest_row, microbatch_tokens
+from areal_megatron.launch.memory.engine import UTILIZATION, engine_memory, given_size, kv_tokens
+from areal_megatron.launch.memory.parts import FILLED, GIB, USABLE, GpuShares, MemoryPart, RankMemory
+from areal_megatron.launch.memory.recompute import Recompute, decide, with_recompute
+from areal_megatron.launch.memory.traffic import weight_traffic
+from areal_megatron.launch.memory.trainer import checkpoint_bytes, host_memory, published_memory, trainer_memory
 from areal_megatron.reshard.plan import Traffic
-from launch.memory.activations import longest_row, microbatch_tokens
-from launch.memory.engine import UTILIZATION, engine_memory, given_size, kv_tokens
-from launch.memory.parts import FILLED, GIB, USABLE, GpuShares, MemoryPart, RankMemory
-from launch.memory.recompute import Recompute, decide, with_recompute
-from launch.memory.traffic import weight_traffic
-from launch.memory.trainer import checkpoint_bytes, host_memory, published_memory, trainer_memory
 
 _Smaller = Callable[[Config], Iterable[tuple[str, Config]]]
 """Yields runs that need less memory than one, each with what was changed, as overrides."""

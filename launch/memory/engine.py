@@ -11,6 +11,8 @@ from typing import Any
 from areal_megatron.config import Config
 from areal_megatron.engine import kv_cache
 from areal_megatron.engine.kv_cache import batched_tokens
+from areal_megatron.launch.memory.parts import COMMUNICATOR, CONTEXT, MemoryPart, RankMemory, communicator_bytes
+from areal_megatron.launch.memory.traffic import weight_traffic
 from areal_megatron.models.architecture import architecture
 from areal_megatron.models.dtypes import ITEMSIZE
 from areal_megatron.models.logits import BYTES, SCORED_TOKENS
@@ -20,8 +22,6 @@ from areal_megatron.reshard.boxes import Layout
 from areal_megatron.reshard.engine_layout import EngineSizes
 from areal_megatron.reshard.plan import largest_bucket
 from areal_megatron.reshard.session import ROOM
-from launch.memory.parts import COMMUNICATOR, CONTEXT, MemoryPart, RankMemory, communicator_bytes
-from launch.memory.traffic import weight_traffic
 
 UTILIZATION = 0.92
 """The share of a GPU's memory that vLLM takes (its default gpu_memory_utilization)."""

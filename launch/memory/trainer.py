@@ -10,6 +10,9 @@ from math import prod
 from typing import Any, NamedTuple
 
 from areal_megatron.config import Config
+from areal_megatron.launch.memory.activations import activations, describe, layer_of, microbatch_tokens
+from areal_megatron.launch.memory.parts import COMMUNICATOR, CONTEXT, GIB, MemoryPart, RankMemory, communicator_bytes
+from areal_megatron.launch.memory.traffic import weight_traffic
 from areal_megatron.model_check import reference_config
 from areal_megatron.models.architecture import architecture, read_config
 from areal_megatron.models.dtypes import ITEMSIZE
@@ -19,9 +22,6 @@ from areal_megatron.reshard import trainer_layout
 from areal_megatron.reshard.plan import largest_bucket
 from areal_megatron.reshard.session import COMPARED, HISTORY, HOST_BLOCK
 from areal_megatron.reshard.trainer_layout import MegatronSizes
-from launch.memory.activations import activations, describe, layer_of, microbatch_tokens
-from launch.memory.parts import COMMUNICATOR, CONTEXT, GIB, MemoryPart, RankMemory, communicator_bytes
-from launch.memory.traffic import weight_traffic
 
 MOMENTS, MAIN = 8, 4
 """Bytes that a parameter takes in Adam's two moments, and in a float32 copy."""

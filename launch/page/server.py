@@ -1,4 +1,4 @@
-"""A page that shows a run while it goes on: `python -m launch.status RUN --web`.
+"""A page that shows a run while it goes on: `areal status RUN --web`.
 
 The page itself is three files without data (page.html, page.css, page.js). What they show comes from /api/, and only
 for who sends the token that is in the printed address, as `Authorization: Bearer TOKEN`. Everything is read from the
@@ -23,10 +23,10 @@ from aiohttp import web
 from areal_megatron import descriptors
 from areal_megatron.config import ConfigError
 from areal_megatron.http_server import HttpServer
+from areal_megatron.launch.page.browser import Browser
+from areal_megatron.launch.page.watched import Watched, as_json
 from areal_megatron.network import address, backlog
 from areal_megatron.run import Run
-from launch.page.browser import Browser
-from launch.page.watched import Watched, as_json
 
 _REFRESH_S = 1.0
 _PATIENCE_S = 2.0

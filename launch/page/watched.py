@@ -9,13 +9,13 @@ from typing import Any
 
 from areal_megatron import config_file
 from areal_megatron.config import ConfigError
+from areal_megatron.launch.page.history import MOST_POINTS, History
+from areal_megatron.launch.process_rows import HEAD, rows
+from areal_megatron.launch.records import GONE_S, Pulse, read_record
 from areal_megatron.observe.figures import HELD_OUT, Figure, sections
 from areal_megatron.observe.metrics import read_status
 from areal_megatron.run import Run
 from areal_megatron.shown import visible
-from launch.page.history import MOST_POINTS, History
-from launch.process_rows import HEAD, rows
-from launch.records import GONE_S, Pulse, read_record
 
 
 class Watched:

@@ -50,7 +50,7 @@ def accuracies(folder: Path) -> dict[int, float]:
 @pytest.mark.timeout(4 * 3600)
 def test_a_hundred_faults_change_nothing_that_is_learned(tmp_path, world):
     sft = [f"model.path={world / 'model'}", f"data.train={world / 'sft.jsonl'}", f"runs_dir={tmp_path}", "name=sft"]
-    run("-m", "launch.local", "configs/tiny_sft.yaml", *sft, timeout_s=900)
+    run("-m", "areal_megatron.launch.local", "configs/tiny_sft.yaml", *sft, timeout_s=900)
     model, disturbed = tmp_path / "sft" / "hf", tmp_path / "disturbed"
     start = ["--start", "configs/tiny_cpu.yaml", *overrides(world, model, 1)]
     start.append("reward.function=http://127.0.0.1:4712/")
@@ -61,7 +61,7 @@ def test_a_hundred_faults_change_nothing_that_is_learned(tmp_path, world):
     quiet = []
     for seed in (1, 2, 3):
         own = [f"runs_dir={tmp_path}", f"name=quiet-{seed}", *overrides(world, model, seed)]
-        run("-m", "launch.local", "configs/tiny_cpu.yaml", *own, timeout_s=3600)
+        run("-m", "areal_megatron.launch.local", "configs/tiny_cpu.yaml", *own, timeout_s=3600)
         quiet.append(accuracies(tmp_path / f"quiet-{seed}"))
     found = accuracies(disturbed)
     print("disturbed", found, "quiet", *quiet, sep="\n")

@@ -17,7 +17,7 @@ from tests.conftest import ROOT
 from tests.e2e.test_run import small
 from tests.support.living import left_over
 
-ENGINES = [sys.executable, "-m", "launch.engines"]
+ENGINES = [sys.executable, "-m", "areal_megatron.launch.engines"]
 
 
 def engines(run):
@@ -32,7 +32,7 @@ def refused(*arguments):
 
 @contextmanager
 def beside(output, *arguments):
-    """`launch.engines` with these arguments, while the test runs its body; ended afterwards."""
+    """`areal engines` with these arguments, while the test runs its body; ended afterwards."""
     with output.open("w") as file:
         process = subprocess.Popen([*ENGINES, *map(str, arguments)], cwd=ROOT, stdout=file, stderr=file)
     try:

@@ -10,10 +10,10 @@ import sys
 import pytest
 
 from areal_megatron import config_file
+from areal_megatron.launch import local, start
+from areal_megatron.launch.lease import Lease
+from areal_megatron.launch.pools import Node
 from areal_megatron.run import Run
-from launch import local, start
-from launch.lease import Lease
-from launch.pools import Node
 from tests.conftest import ROOT
 from tests.support.hostile import WITHOUT_NAMESPACES
 
@@ -185,7 +185,12 @@ def one_gpu(world, tmp_path, mebibytes, *overrides):
         gpu = f"0, GPU-1, 00000000:3B:00.0, {mebibytes}"
         program.write_text(f'#!/bin/sh\ncase "$*" in *index*) echo "{gpu}";; *) echo {mebibytes};; esac\n')
         program.chmod(0o755)
-    command = [sys.executable, "-m", "launch.local", *arguments_of(world, tmp_path, "--dry-run", *overrides)]
+    command = [
+        sys.executable,
+        "-m",
+        "areal_megatron.launch.local",
+        *arguments_of(world, tmp_path, "--dry-run", *overrides),
+    ]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "0", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
 
@@ -216,7 +221,8 @@ def test_one_gpu_that_is_not_enough(world, tmp_path, mebibytes, overrides, words
 
 
 def test_the_launcher_needs_neither_torch_nor_vllm():
-    code = "import launch.local, sys; print(*{'torch', 'vllm', 'megatron', 'transformers'} & set(sys.modules))"
+    imports = "import sys; from areal_megatron.launch import local"
+    code = f"{imports}; print(*{{'torch', 'vllm', 'megatron', 'transformers'}} & set(sys.modules))"
     assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True).strip() == ""
 
 

@@ -31,7 +31,7 @@ def test_accuracy_rises_with_true_rewards_only(tmp_path, seed):
         [
             sys.executable,
             "-m",
-            "launch.local",
+            "areal_megatron.launch.local",
             "configs/tiny_cpu.yaml",
             f"runs_dir={out}",
             "name=control",
@@ -61,7 +61,7 @@ def test_a_student_learns_from_its_teacher_alone(tmp_path):
     command = [
         sys.executable,
         "-m",
-        "launch.local",
+        "areal_megatron.launch.local",
         "configs/tiny_cpu.yaml",
         f"runs_dir={out}",
         "name=student",
@@ -141,7 +141,7 @@ def test_preferences_of_the_demo_are_learned(tmp_path):
         subprocess.run([sys.executable, *map(str, arguments)], cwd=ROOT, check=True, timeout=2400)
 
     def launch(config: str, name: str, *keys: str) -> Run:
-        run("-m", "launch.local", f"configs/{config}.yaml", f"runs_dir={out}", f"name={name}", *keys)
+        run("-m", "areal_megatron.launch.local", f"configs/{config}.yaml", f"runs_dir={out}", f"name={name}", *keys)
         return Run(out / name)
 
     def accuracy(model: Path) -> float:

@@ -63,7 +63,7 @@ def test_new_weights_arrive_in_flight(model, world, tmp_path, tp):
     """The model has 9 query heads and 3 key heads, so a third of each goes to an engine rank of three."""
     python(
         "-m",
-        "launch.local",
+        "areal_megatron.launch.local",
         demo_llm.CONFIG,
         f"runs_dir={tmp_path}",
         "name=flight",

@@ -24,9 +24,9 @@ from areal_megatron.controller.state import ControllerState, read
 from areal_megatron.data.dumps import dumped
 from areal_megatron.data.dumps import read as read_dump
 from areal_megatron.data.trajectory import Trajectory, checksum
+from areal_megatron.launch.records import read_record
 from areal_megatron.observe.metrics import read_metrics, read_status
 from areal_megatron.run import Run
-from launch.records import read_record
 from tests.e2e.test_faults import kill
 from tests.e2e.test_run import small
 

@@ -188,7 +188,14 @@ def test_the_demo_learns_while_its_service_is_ill_for_half_a_minute(tmp_path, se
     rewards.start()
     assert demo.wait(1800) == 0
     data = [f"model.path={out}/sft/hf", f"data.train={out}/world/train.jsonl", f"data.eval={out}/world/heldout.jsonl"]
-    command = [sys.executable, "-m", "launch.local", "configs/tiny_cpu.yaml", f"runs_dir={out}", "name=undisturbed"]
+    command = [
+        sys.executable,
+        "-m",
+        "areal_megatron.launch.local",
+        "configs/tiny_cpu.yaml",
+        f"runs_dir={out}",
+        "name=undisturbed",
+    ]
     subprocess.run([*command, "seed=1", *data, *changes], cwd=ROOT, check=True, timeout=1800)
 
     def accuracy(run):

@@ -1,4 +1,4 @@
-"""`mpirun -n W python -m launch.mpi`: the same config over MPI slots, with Debian's Open MPI."""
+"""`mpirun -n W python -m areal_megatron.launch.mpi`: the same config over MPI slots, with Debian's Open MPI."""
 
 import os
 import re
@@ -13,10 +13,10 @@ import pytest
 
 from areal_megatron.audit import audit
 from areal_megatron.config import Config, ConfigError
+from areal_megatron.launch.mpi import slots
+from areal_megatron.launch.orders import NodeHello
 from areal_megatron.observe.metrics import read_metrics
 from areal_megatron.run import Run
-from launch.mpi import slots
-from launch.orders import NodeHello
 from tests.e2e.test_run import small
 from tests.support import debian
 from tests.support.living import command_of, left_over
@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class MpiRun:
-    """launch.mpi under mpirun, with its output in a file."""
+    """areal_megatron.launch.mpi under mpirun, with its output in a file."""
 
     def __init__(self, folder: Path, count: int, *overrides: str):
         self._output = folder.with_suffix(".out")
@@ -37,7 +37,7 @@ class MpiRun:
             str(count),
             sys.executable,
             "-m",
-            "launch.mpi",
+            "areal_megatron.launch.mpi",
             "configs/tiny_cpu.yaml",
             f"name={folder.name}",
             f"runs_dir={folder.parent}",
@@ -114,10 +114,10 @@ def test_too_few_slots_and_wrong_input_are_one_line(mpi_run, world):
 WAITS_FOR_ITS_LOG = """
 import os, sys, time
 from mpi4py import MPI
-from launch.hosts import Nodes
-from launch.mpi import Messages, MpiChannel, follow
-from launch.node import hello
-from launch.orders import StartOrder
+from areal_megatron.launch.hosts import Nodes
+from areal_megatron.launch.mpi import Messages, MpiChannel, follow
+from areal_megatron.launch.node import hello
+from areal_megatron.launch.orders import StartOrder
 world, log = Messages(MPI.COMM_WORLD), sys.argv[1]
 if world.rank:
     follow(world, hello("1"))
@@ -198,11 +198,11 @@ import os, sys, time
 from mpi4py import MPI
 from areal_megatron.config import Config, DataConfig, ModelConfig
 from areal_megatron.run import Run
-from launch.hosts import Nodes
-from launch.mpi import Messages, MpiChannel, _slot, follow, slots
-from launch.node import hello
-from launch.orders import start_order
-from launch.pools import allocate
+from areal_megatron.launch.hosts import Nodes
+from areal_megatron.launch.mpi import Messages, MpiChannel, _slot, follow, slots
+from areal_megatron.launch.node import hello
+from areal_megatron.launch.orders import start_order
+from areal_megatron.launch.pools import allocate
 world, folder = Messages(MPI.COMM_WORLD), sys.argv[1]
 os.environ["CUDA_VISIBLE_DEVICES"] = str(5 + world.rank)
 own = hello(str(world.rank))

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from areal_megatron import config_file
+from areal_megatron.launch.records import read_record
 from areal_megatron.observe.metrics import read_metrics
 from areal_megatron.run import Run
-from launch.records import read_record
 from tests.support.cluster import ENDED, Cluster
 from tests.support.hub_server import HubServer
 from tests.support.soaking import with_soaked
@@ -211,7 +211,16 @@ def test_a_config_of_full_size_passes_every_check_with_nothing_overridden(descri
     path, config = Path("slurm") / script, config_of(script)
     (name,) = (line.partition("=")[2] for line in (ROOT / path).read_text().splitlines() if line[:7] == "CONFIG=")
     done = subprocess.run(
-        [sys.executable, "-m", "launch.slurm", name, "--dry-run", "--batch-script", path, "machine.host=auto"],
+        [
+            sys.executable,
+            "-m",
+            "areal_megatron.launch.slurm",
+            name,
+            "--dry-run",
+            "--batch-script",
+            path,
+            "machine.host=auto",
+        ],
         cwd=ROOT,
         env=os.environ | {"HF_ENDPOINT": described.address, "HF_HOME": str(tmp_path)},
         capture_output=True,

@@ -15,14 +15,13 @@ from areal_megatron.config import Config, DataConfig, ModelConfig
 from areal_megatron.run import Run
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("areal_megatron", "launch")
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
     """Built from a copy: setuptools leaves files in the folder that it builds, and packs those that it finds there."""
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    for folder in (*PACKAGES, "tests", "tools"):
+    for folder in ("areal_megatron", "tests", "tools"):
         shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
     for file in ("setup.py", "pyproject.toml", "LICENSE", "README.md"):
         shutil.copy(ROOT / file, source)
@@ -77,25 +76,26 @@ def pip(python, *arguments) -> None:
 def test_the_wheel_holds_the_packages_and_nothing_else(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     packed = {name for name in names if ".dist-info/" not in name}
-    files = {path.relative_to(ROOT) for package in PACKAGES for path in (ROOT / package).rglob("*") if path.is_file()}
-    assert packed == {str(path) for path in files if path.suffix != ".pyc"}
-    assert {f"launch/page/page.{kind}" for kind in ("html", "css", "js")} <= packed
+    own = {path.relative_to(ROOT) for path in (ROOT / "areal_megatron").rglob("*") if path.is_file()}
+    launch = {"areal_megatron" / path.relative_to(ROOT) for path in (ROOT / "launch").rglob("*") if path.is_file()}
+    assert packed == {str(path) for path in own | launch if path.suffix != ".pyc"}
+    assert {f"areal_megatron/launch/page/page.{kind}" for kind in ("html", "css", "js")} <= packed
     [entry_points] = [name for name in names if name.endswith("entry_points.txt")]
     assert b"areal_megatron.engine.plugin:register" in zipfile.ZipFile(wheel).read(entry_points)
 
 
 def test_it_is_the_installed_package_that_runs(installed):
-    found = installed("-c", "import areal_megatron, launch; print(areal_megatron.__file__, launch.__file__)").split()
-    assert len(found) == 2 and all("site-packages" in path and not Path(path).is_relative_to(ROOT) for path in found)
-    for folder in ("tests", "tools"):
+    found = installed("-c", "import areal_megatron.launch as ours; print(ours.__file__)").strip()
+    assert "site-packages" in found and not Path(found).is_relative_to(ROOT)
+    for folder in ("launch", "tests", "tools"):
         assert installed("-c", f"import importlib.util; print(importlib.util.find_spec('{folder}'))") == "None\n"
 
 
 def test_launchers_plan_a_run(installed, world):
     config = ROOT / "configs" / "tiny_cpu.yaml"
     keys = [f"model.path={world / 'model'}", f"data.train={world / 'train.jsonl'}", f"data.eval={world}/heldout.jsonl"]
-    assert "engine-0" in installed("-m", "launch.local", config, *keys, "--dry-run")
-    assert "trainer-0" in installed("-m", "launch.plan", config, *keys, "--nodes", 1, "--gpus", 2)
+    assert "engine-0" in installed("-m", "areal_megatron.launch.local", config, *keys, "--dry-run")
+    assert "trainer-0" in installed("-m", "areal_megatron.launch.plan", config, *keys, "--nodes", 1, "--gpus", 2)
 
 
 def test_one_command_has_all_programs(installed, run, world):
@@ -108,7 +108,7 @@ def test_one_command_has_all_programs(installed, run, world):
     keys = [f"model.path={world / 'model'}", f"data.train={world / 'train.jsonl'}", f"data.eval={world}/heldout.jsonl"]
     arguments = [ROOT / "configs" / "tiny_cpu.yaml", *keys, "--nodes", 1, "--gpus", 2, "--dry-run"]
     written = installed(areal, "submit", *arguments)
-    assert f"\nexec {areal.parent / 'python'} -m launch.slurm " in written
+    assert f"\nexec {areal.parent / 'python'} -m areal_megatron.launch.slurm " in written
 
 
 def test_tools_of_runs_work(installed, run, world, tmp_path):
@@ -120,6 +120,8 @@ def test_tools_of_runs_work(installed, run, world, tmp_path):
     assert (tmp_path / "hf" / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize("program", ["areal_megatron.evaluate", "areal_megatron.trajectories", "launch.status"])
+@pytest.mark.parametrize(
+    "program", ["areal_megatron.evaluate", "areal_megatron.trajectories", "areal_megatron.launch.status"]
+)
 def test_programs_say_how_they_are_called(installed, program):
     assert "usage:" in installed("-m", program, "--help")

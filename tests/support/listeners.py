@@ -111,8 +111,8 @@ async def agents(folder, told):
 
 
 async def page(folder, told):
+    from areal_megatron.launch.page.server import Page
     from areal_megatron.run import Run
-    from launch.page.server import Page
 
     page = Page(Run(folder / "run"), SECRET)
     await page.server.start(socket.create_server(("127.0.0.1", 0), backlog=network.backlog()))

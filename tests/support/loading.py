@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from launch.processes import end_sessions
-from launch.shared_memory import SharedMemory
+from areal_megatron.launch.processes import end_sessions
+from areal_megatron.launch.shared_memory import SharedMemory
 
 Case = tuple[str, int, bool, str]
 """(name of the model's folder, tp, expert parallel, dtype)"""

@@ -14,15 +14,15 @@ from areal_megatron.config import ConfigError
 from areal_megatron.data.dumps import Dump, write
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.files import read_replaced
+from areal_megatron.launch import engines, lease, records, status
+from areal_megatron.launch.page.watched import Watched
+from areal_megatron.launch.pools import Node, Placement, Process, Slot
+from areal_megatron.launch.processes import Log
+from areal_megatron.launch.records import Recorder
 from areal_megatron.observe.metrics import MetricsWriter, read_status, write_status
 from areal_megatron.observe.spans import merge
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.run import Run
-from launch import engines, lease, records, status
-from launch.page.watched import Watched
-from launch.pools import Node, Placement, Process, Slot
-from launch.processes import Log
-from launch.records import Recorder
 from tests.unit.launch.test_page import update
 from tests.unit.test_audit import Past
 from tests.unit.test_report import evaluation

@@ -10,10 +10,10 @@ import pytest
 from areal_megatron import descriptors
 from areal_megatron.config import Config, ConfigError, DataConfig, ModelConfig, RolloutConfig
 from areal_megatron.config_file import save
+from areal_megatron.launch import slurm, start
+from areal_megatron.launch.orders import NodeHello
+from areal_megatron.launch.pools import Node, allocate
 from areal_megatron.run import Run
-from launch import slurm, start
-from launch.orders import NodeHello
-from launch.pools import Node, allocate
 from tests.conftest import ROOT
 
 
@@ -71,7 +71,15 @@ def test_the_launcher_refuses_before_it_starts_anything(world, tmp_path, more):
     keys = [f"model.path={world / 'model'}", f"data.train={world / 'train.jsonl'}", f"data.eval={world}/heldout.jsonl"]
     keys += [f"runs_dir={tmp_path / 'runs'}", "name=x", "rollout.max_running=2000", "rollout.group_size=1"]
     done = subprocess.run(
-        [sys.executable, "-m", "launch.local", ROOT / "configs" / "tiny_cpu.yaml", *keys, *more, "--restarts=20"],
+        [
+            sys.executable,
+            "-m",
+            "areal_megatron.launch.local",
+            ROOT / "configs" / "tiny_cpu.yaml",
+            *keys,
+            *more,
+            "--restarts=20",
+        ],
         capture_output=True,
         text=True,
         timeout=120,

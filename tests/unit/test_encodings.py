@@ -127,7 +127,11 @@ def test_help_shows_what_the_terminal_can(locale, folder):
 @pytest.mark.parametrize("command", ["train", "status", "audit"])
 def test_a_config_is_utf_8_in_any_locale(locale, folder, command):
     """Called by `areal`, and as a module: of both the text is what was written."""
-    modules = {"train": "launch.local", "status": "launch.status", "audit": "areal_megatron.audit"}
+    modules = {
+        "train": "areal_megatron.launch.local",
+        "status": "areal_megatron.launch.status",
+        "audit": "areal_megatron.audit",
+    }
     place = ["ß.yaml", "--dry-run"] if command == "train" else ["run"]
     for called in (["areal_megatron.command", command], [modules[command]]):
         code, _, err = said(locale, folder, *called, *place)

@@ -15,8 +15,8 @@ from areal_megatron import config_file, convert, evaluate, hub
 from areal_megatron.config import ConfigError
 from areal_megatron.data.files import fetch, records, source_names
 from areal_megatron.hub import HubData, HubRepo, model_folder, split_files
+from areal_megatron.launch import start, submit
 from areal_megatron.run import Run
-from launch import start, submit
 from tests.support.hub_server import HubServer
 
 ROOT = Path(__file__).parents[2]
@@ -363,8 +363,8 @@ def test_commands_take_names_from_the_environment_of_a_user(server, model, world
     environment = os.environ | {"HF_ENDPOINT": server.address, "HF_HOME": str(tmp_path / "home")}
     keys = ["name=x", "model.path=Tiny/Model-1.5B", "data.train=tiny/sums", "data.eval=tiny/sums:test"]
     commands = [
-        ["launch.local", ROOT / "configs/tiny_cpu.yaml", *keys, f"runs_dir={tmp_path}", "--dry-run"],
-        ["launch.plan", ROOT / "configs/tiny_cpu.yaml", *keys, "--nodes=1", "--gpus=2"],
+        ["areal_megatron.launch.local", ROOT / "configs/tiny_cpu.yaml", *keys, f"runs_dir={tmp_path}", "--dry-run"],
+        ["areal_megatron.launch.plan", ROOT / "configs/tiny_cpu.yaml", *keys, "--nodes=1", "--gpus=2"],
     ]
     for command in commands:
         done = subprocess.run(

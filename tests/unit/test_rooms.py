@@ -27,7 +27,13 @@ def table():
 def modules():
     """Dotted name → file, of all that is installed."""
     files = (path for top in ("areal_megatron", "launch") for path in sorted((ROOT / top).rglob("*.py")))
-    return {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in files}
+    return {".".join(installed(path).with_suffix("").parts).removesuffix(".__init__"): path for path in files}
+
+
+def installed(path):
+    """Where the wheel has a file: launch/ is a folder of the package, as by the link areal_megatron/launch."""
+    path = path.relative_to(ROOT)
+    return "areal_megatron" / path if path.parts[0] == "launch" else path
 
 
 MODULES = modules()
@@ -117,3 +123,10 @@ def test_who_may_not_import_a_library_does_not_by_way_of_others(library):
         if room != "__init__.py" and library not in ROOMS[room]:
             chain = loads(module, set())
             assert not chain, f"{' → '.join(chain)} → {library}"
+
+
+def test_the_launcher_is_known_by_its_installed_name_alone():
+    """`import launch`, which a checkout allows, would load its modules twice, and finds another's package elsewhere."""
+    ours = (path for top in ("areal_megatron", "launch", "tests", "tools") for path in (ROOT / top).rglob("*.py"))
+    import_of = re.compile(r"""^\s*(from launch(\.\w+)* import|import launch\b)|["']launch\.\w+["']""", re.M)
+    assert [str(path.relative_to(ROOT)) for path in ours if import_of.search(path.read_text())] == []

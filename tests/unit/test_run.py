@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from areal_megatron.config import ConfigError
+from areal_megatron.launch.pools import Placement
+from areal_megatron.launch.records import Recorder
 from areal_megatron.observe.metrics import MetricsWriter, write_status
 from areal_megatron.run import Replaced, Run
-from launch.pools import Placement
-from launch.records import Recorder
 
 BEGIN = "import sys; from areal_megatron.run import Run; Run(sys.argv[1]).begin(checkpoint='c' * 2000)"
 RACE = """

@@ -113,7 +113,7 @@ def problem(words: list[str]) -> str:
         targets = [word for word in rest if "=" not in word]
         return f"no target {targets[0]}" if targets and targets[0] not in TARGETS else ""
     if name.startswith("python"):
-        if rest[:1] == ["-m"] and rest[1].partition(".")[0] in ("areal_megatron", "launch"):
+        if rest[:1] == ["-m"] and rest[1].partition(".")[0] == "areal_megatron":
             return arguments_problem(options_of(parser(rest[1]), rest), rest[2:])
         tool = rest[0].removeprefix("../areal/")
         if tool.endswith(".py") and tool.startswith("tools/"):
@@ -122,7 +122,7 @@ def problem(words: list[str]) -> str:
     script = next((word for word in rest if word.startswith("slurm/")), "")
     if script and not (ROOT / script).exists():
         return f"no {script}"
-    flags = options_of(parser("launch.slurm"), []) if script else set()
+    flags = options_of(parser("areal_megatron.launch.slurm"), []) if script else set()
     after = rest[rest.index(script) + 1 :] if script else []
     return arguments_problem(flags, after)
 
@@ -199,10 +199,10 @@ def keys_of(tree: dict, prefix: str = ""):
         ("areal train conf.yaml environments.1.rewards=math", "no key environments.1.rewards"),
         ("areal train conf.yaml environments.1.reward=math rollout.vllm.block_size=32", ""),
         ("areal engines drain RUN --count 1", "no option --count"),
-        ("python -m launch.local conf.yaml --nodes 2", "no option --nodes"),
+        ("python -m areal_megatron.launch.local conf.yaml --nodes 2", "no option --nodes"),
         ("python tools/nosuch.py", "no tools/nosuch.py"),
         ("python tools/demo.py --sead 1", "no option --sead"),
-        ("mpirun -n 4 python -m launch.mpi conf.yaml dat.train=x", "no key dat.train"),
+        ("mpirun -n 4 python -m areal_megatron.launch.mpi conf.yaml dat.train=x", "no key dat.train"),
         ("sbatch slurm/train_33b.sh", "no slurm/train_33b.sh"),
         ("sbatch slurm/train_32b.sh --restart=1", "no option --restart"),
         ("make dem", "no target dem"),

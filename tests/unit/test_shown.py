@@ -21,17 +21,17 @@ from areal_megatron.config import Config, DataConfig, ModelConfig
 from areal_megatron.data.dumps import Dump, write
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.errors import printable
+from areal_megatron.launch import calibrate, engines, fetch, local, output, plan, rows, simulate, status, submit
+from areal_megatron.launch.page.server import Page
+from areal_megatron.launch.page.watched import as_json
+from areal_megatron.launch.pools import Node, Placement, Process
+from areal_megatron.launch.processes import Log
+from areal_megatron.launch.records import Recorder
 from areal_megatron.observe.console import Console
 from areal_megatron.observe.metrics import MetricsWriter, write_status
 from areal_megatron.run import Run
 from areal_megatron.shown import escaped, guard, visible
 from areal_megatron.terminal import Terminal
-from launch import calibrate, engines, fetch, local, output, plan, rows, simulate, status, submit
-from launch.page.server import Page
-from launch.page.watched import as_json
-from launch.pools import Node, Placement, Process
-from launch.processes import Log
-from launch.records import Recorder
 from tests.unit.test_rooms import EVERY_IMPORT, TREES
 from tests.unit.test_trajectories import answer, model  # noqa: F401 - a fixture
 
@@ -105,7 +105,11 @@ def is_main(module):
     return any(isinstance(node, ast.If) and "__main__" in ast.unparse(node.test) for node in TREES[module].body)
 
 
-UNGUARDED = {"launch.guardian", "areal_megatron.reward.sandbox_init", "areal_megatron.data.chat_template"}
+UNGUARDED = {
+    "areal_megatron.launch.guardian",
+    "areal_megatron.reward.sandbox_init",
+    "areal_megatron.data.chat_template",
+}
 """They print nothing of others, or to a process of ours that does not pass it on as it is."""
 OF_VLLM = {"areal_megatron.engine.serving", "areal_megatron.engine.headless"}
 """They become programs of vLLM, whose output is a log."""

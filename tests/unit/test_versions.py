@@ -14,8 +14,8 @@ from setuptools import distutils
 from areal_megatron import config_file, versions
 from areal_megatron.config import Config, ConfigError, DataConfig, ModelConfig
 from areal_megatron.extras import EXTRAS
+from areal_megatron.launch import start
 from areal_megatron.run import Run
-from launch import start
 
 ROOT = Path(__file__).resolve().parents[2]
 ON_GPU_NODE = {"python_version": "3.12", "python_full_version": "3.12.3", "platform_machine": "x86_64", "extra": ""}
@@ -182,7 +182,15 @@ def test_pools_with_an_interpreter_of_their_own_look_themselves(packages):
 def test_a_launcher_starts_nothing(packages, world, tmp_path):
     install(packages, "megatron-core", "0.15.0")
     keys = [f"model.path={world / 'model'}", f"data.train={world / 'train.jsonl'}", f"runs_dir={tmp_path / 'runs'}"]
-    command = [sys.executable, "-m", "launch.local", ROOT / "configs" / "tiny_cpu.yaml", "name=x", "data.eval=", *keys]
+    command = [
+        sys.executable,
+        "-m",
+        "areal_megatron.launch.local",
+        ROOT / "configs" / "tiny_cpu.yaml",
+        "name=x",
+        "data.eval=",
+        *keys,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     [line] = done.stderr.splitlines()
     assert done.returncode == 2 and line.startswith("error: pool trainer, ")

@@ -116,7 +116,7 @@ def run_to_its_end(folder: Path, settings: list[str]) -> dict[str, float]:
     command = [
         sys.executable,
         "-m",
-        "launch.local",
+        "areal_megatron.launch.local",
         "configs/bench_asynchrony.yaml",
         f"runs_dir={out}",
         f"name={name}",

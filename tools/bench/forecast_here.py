@@ -36,13 +36,13 @@ import numpy as np
 from areal_megatron import config_file
 from areal_megatron.config import Config
 from areal_megatron.files import new_folder, write_json
+from areal_megatron.launch.calibrate import contents
+from areal_megatron.launch.forecast.accelerators import CORE, Accelerator
+from areal_megatron.launch.forecast.calibration import FinishedRun, calibrated
+from areal_megatron.launch.forecast.lengths import AnswerLengths
+from areal_megatron.launch.forecast.simulator import Circumstances, Simulator
+from areal_megatron.launch.forecast.times import times_of
 from areal_megatron.run import Run
-from launch.calibrate import contents
-from launch.forecast.accelerators import CORE, Accelerator
-from launch.forecast.calibration import FinishedRun, calibrated
-from launch.forecast.lengths import AnswerLengths
-from launch.forecast.simulator import Circumstances, Simulator
-from launch.forecast.times import times_of
 from tools.bench.asynchrony import (
     COOL_DOWN,
     VARIANTS,

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from areal_megatron.files import new_folder, write_json
-from launch.processes import Children
+from areal_megatron.launch.processes import Children
 from tools.bench.checkpoint import KINDS, Edges
 from tools.bench.figures import Figure, bootstrapped, line
 from tools.bench.publish import SIZES

@@ -40,17 +40,17 @@ from areal_megatron.data.trajectory import Trajectory, store
 from areal_megatron.engine.client import EngineError
 from areal_megatron.evaluate import serving, watch
 from areal_megatron.files import new_folder, write_json
+from areal_megatron.launch.engines import slots
+from areal_megatron.launch.hosts import Here
+from areal_megatron.launch.local import device_of
+from areal_megatron.launch.orders import start_order
+from areal_megatron.launch.pools import Process, Slot
+from areal_megatron.launch.processes import Child
 from areal_megatron.model_check import check_model
 from areal_megatron.packing.partition import split
 from areal_megatron.run import Run, RunError, engine_name
 from areal_megatron.workflows import single_turn
 from areal_megatron.workflows.sampling import Sampling, sampling_seed
-from launch.engines import slots
-from launch.hosts import Here
-from launch.local import device_of
-from launch.orders import start_order
-from launch.pools import Process, Slot
-from launch.processes import Child
 
 VARIANTS = [(dtype, head) for dtype in ("bfloat16", "float16") for head in ("model", "float32")]
 VARIANTS += [("float32", "float32")]

@@ -50,7 +50,7 @@ def measure(out: Path, repetition: int) -> dict[str, float]:
     command = [
         sys.executable,
         "-m",
-        "launch.local",
+        "areal_megatron.launch.local",
         "configs/bench_asynchrony.yaml",
         f"runs_dir={out}",
         f"name=run-{repetition}",

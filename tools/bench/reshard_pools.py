@@ -30,9 +30,9 @@ from areal_megatron.config import (
 from areal_megatron.config_file import save
 from areal_megatron.engine.client import EngineClient, EngineError
 from areal_megatron.engine.server import reserve_port, server_command, server_environment
+from areal_megatron.launch.orders import ON_CPU
+from areal_megatron.launch.processes import Children
 from areal_megatron.run import Run
-from launch.orders import ON_CPU
-from launch.processes import Children
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SIZES = {

@@ -2,7 +2,7 @@
 
     python -m tools.bench.scale [--gpus 8,32,…] [--models 1.5B,7B,…] [--processes N] [--json FILE] [--svg FILE]
 
-For each model and number of H100 the sizes are searched as `launch.plan --best` does it, with η up to 4. A batch has
+For each model and number of H100 the sizes are searched as `areal plan --best` does it, with η up to 4. A batch has
 16 answers a GPU, and 512 at least; answers have the lengths of tools/bench/forecast.py. Beside the speed of the best
 sizes stand what the controller has to do (answers a second, and at a time), what trainers have to send, and what a file
 system has to write.
@@ -27,13 +27,13 @@ from matplotlib import pyplot as plt
 from areal_megatron import config_file
 from areal_megatron.config import CheckpointConfig, ConfigError
 from areal_megatron.files import write_atomically, write_json
+from areal_megatron.launch.forecast.accelerators import accelerator
+from areal_megatron.launch.forecast.layouts import Cluster
+from areal_megatron.launch.forecast.lengths import LognormalLengths
+from areal_megatron.launch.forecast.search import Search, SearchBounds
+from areal_megatron.launch.memory.trainer import checkpoint_bytes
+from areal_megatron.launch.sizes import Sizes
 from areal_megatron.model_check import trained_config
-from launch.forecast.accelerators import accelerator
-from launch.forecast.layouts import Cluster
-from launch.forecast.lengths import LognormalLengths
-from launch.forecast.search import Search, SearchBounds
-from launch.memory.trainer import checkpoint_bytes
-from launch.sizes import Sizes
 from tools.bench.forecast import LONGEST, MEDIAN, SIGMA
 
 GPUS = (8, 32, 128, 512, 1024, 4096)

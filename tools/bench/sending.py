@@ -24,6 +24,7 @@ import torch
 
 from areal_megatron.config import Config, DataConfig, MachineConfig, ModelConfig, OptimizerConfig
 from areal_megatron.files import new_folder, write_json
+from areal_megatron.launch.orders import ON_CPU
 from areal_megatron.models.architecture import read_config
 from areal_megatron.reshard import engine_layout
 from areal_megatron.reshard.engine_layout import EngineSizes
@@ -33,7 +34,6 @@ from areal_megatron.reshard.session import LinkInfo
 from areal_megatron.reshard.staging import Inlet, Reception, Shard, reserve
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 from areal_megatron.run import Run
-from launch.orders import ON_CPU
 from tools.bench.figures import line, spreads
 from tools.bench.publish import SIZES
 from tools.make_arithmetic import save_model

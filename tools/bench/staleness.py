@@ -139,7 +139,7 @@ class Sweep:
         self._run(
             "base",
             "-m",
-            "launch.local",
+            "areal_megatron.launch.local",
             "configs/tiny_sft.yaml",
             f"runs_dir={self.base}",
             "name=sft",
@@ -156,7 +156,7 @@ class Sweep:
         self._run(
             cell.name,
             "-m",
-            "launch.local",
+            "areal_megatron.launch.local",
             "configs/tiny_cpu.yaml",
             f"runs_dir={folder.parent}",
             f"name={cell.name}",

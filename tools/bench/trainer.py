@@ -14,7 +14,7 @@ The plain loop computes each answer with its prompt, and so does the trainer bes
 trainer with trainer.share_prompts, where the packer finds that this pays. tokens/s counts each prompt with each answer.
 MFU is that of the useful FLOPs (models/flops.py: every token once, forward, backward and in the proximal pass) against
 a large product in the same repetition. Memory is what the process takes beyond what it had before, against that of
-`launch.plan`. Last come the lines that make the host wait for the device (tools/bench/synchronisations.py), in one
+`areal plan`. Last come the lines that make the host wait for the device (tools/bench/synchronisations.py), in one
 update.
 """
 
@@ -50,11 +50,11 @@ from areal_megatron.config import (
 )
 from areal_megatron.data.trajectory import BatchPart, Trajectory
 from areal_megatron.files import write_json
+from areal_megatron.launch.memory.trainer import trainer_memory
 from areal_megatron.models.flops import SequenceFlops
 from areal_megatron.packing.partition import split
 from areal_megatron.run import Run
 from areal_megatron.trainer.trainer import Trainer
-from launch.memory.trainer import trainer_memory
 from tools.bench.figures import cell, spread
 from tools.bench.logprobs import peak
 from tools.bench.plain_loop import PlainLoop, ways

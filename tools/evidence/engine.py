@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from areal_megatron.engine.client import Completion
+from areal_megatron.launch.processes import Children
 from areal_megatron.models.architecture import read_config
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.reshard.engine_layout import EngineSizes
@@ -25,7 +26,6 @@ from areal_megatron.reshard.plan import Planner
 from areal_megatron.reshard.publish import Publisher, Received
 from areal_megatron.reshard.session import init_body
 from areal_megatron.reshard.trainer_layout import MegatronSizes
-from launch.processes import Children
 from tests.support.link_store import open_store
 from tests.support.reshard_oracle import megatron_shard
 from tools.bench.reshard_pools import SIZES, SMALL, Engine, Generation, prepare

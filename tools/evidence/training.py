@@ -1,4 +1,4 @@
-"""PPO steps of the trainer: speed, the longest kernels, and peak memory against the plan of `launch.plan`.
+"""PPO steps of the trainer: speed, the longest kernels, and peak memory against the plan of `areal plan`.
 
 Random weights, one rank, answers of equal length packed into micro-batches of 8k and 32k tokens. Then what each kernel
 that is chosen by hardware (areal_megatron/trainer/hardware.py) brings.
@@ -24,14 +24,14 @@ from areal_megatron.checkpoint.hf_folder import HfTensor, hf_tensors, write_weig
 from areal_megatron.config import Config, ConfigError, DataConfig, MachineConfig, ModelConfig, PPOConfig, RolloutConfig
 from areal_megatron.config import TrainerConfig as Layout
 from areal_megatron.data.trajectory import BatchPart, Trajectory
+from areal_megatron.launch.memory import plan_memory
+from areal_megatron.launch.memory.trainer import trainer_memory
 from areal_megatron.models.architecture import architecture
 from areal_megatron.models.flops import SequenceFlops
 from areal_megatron.run import Run
 from areal_megatron.trainer import hardware
 from areal_megatron.trainer.parallel import leave
 from areal_megatron.trainer.trainer import Trainer
-from launch.memory import plan_memory
-from launch.memory.trainer import trainer_memory
 from tools.bench.logprobs import peak
 from tools.evidence.ceilings import product_rate
 from tools.evidence.parts import Finding, Options, Part, Skip

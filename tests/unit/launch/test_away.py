@@ -22,10 +22,10 @@ from areal_megatron import config_file
 from areal_megatron.checkpoint import folder as checkpoint_folder
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.files import numbers
+from areal_megatron.launch import lease as lease_module
+from areal_megatron.launch import start
+from areal_megatron.launch.lease import Holder, Lease
 from areal_megatron.run import Away, Run
-from launch import lease as lease_module
-from launch import start
-from launch.lease import Holder, Lease
 from tests.conftest import take_interrupts
 from tests.support import failing_disk
 from tests.support.small_disk import run_on_small_disk
@@ -40,7 +40,7 @@ from areal_megatron.files import numbers
 from areal_megatron.observe.background import AppendedFile
 from areal_megatron.observe.metrics import MetricsWriter, StatusWriter
 from areal_megatron.run import Replaced, Run
-from launch import start
+from areal_megatron.launch import start
 
 def write(run, version):
     '''What trainers, controller and launcher write, as they write it.'''

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_megatron.config import Config
+from areal_megatron.launch.balance import Balancer
 from areal_megatron.observe.advice import FEWEST_UPDATES
-from launch.balance import Balancer
 
 ETA = 2
 WINDOW = FEWEST_UPDATES + ETA + 1

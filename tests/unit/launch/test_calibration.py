@@ -10,16 +10,16 @@ import pytest
 from areal_megatron import config_file
 from areal_megatron.config import ConfigError
 from areal_megatron.data import dumps
+from areal_megatron.launch import calibrate
+from areal_megatron.launch.calibrate import contents
+from areal_megatron.launch.forecast.accelerators import Accelerator, Efficiencies, accelerator
+from areal_megatron.launch.forecast.calibration import FinishedRun, calibrated
+from areal_megatron.launch.forecast.engine_time import EngineTime
+from areal_megatron.launch.forecast.simulated_engine import RunningAnswer, SimulatedEngine
+from areal_megatron.launch.forecast.trainer_time import TrainerTime
 from areal_megatron.observe.spans import Span
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.run import Run
-from launch import calibrate
-from launch.calibrate import contents
-from launch.forecast.accelerators import Accelerator, Efficiencies, accelerator
-from launch.forecast.calibration import FinishedRun, calibrated
-from launch.forecast.engine_time import EngineTime
-from launch.forecast.simulated_engine import RunningAnswer, SimulatedEngine
-from launch.forecast.trainer_time import TrainerTime
 from tests.unit.launch.test_forecast import DENSE, config, trajectory
 
 PEAK = Accelerator("a core", 1e11, 2e10, 1e10, 1e10, 1e10, 8, "")

@@ -8,9 +8,9 @@ import pytest
 
 from areal_megatron import config_file
 from areal_megatron.config import ConfigError
+from areal_megatron.launch import mpi, plan, slurm, submit
+from areal_megatron.launch.sizes import Sizes, read_header
 from areal_megatron.run import Run
-from launch import mpi, plan, slurm, submit
-from launch.sizes import Sizes, read_header
 from tests.conftest import ROOT
 
 LAUNCHERS = {"slurm": slurm.main, "mpi": mpi.main, "submit": submit.main}
@@ -75,7 +75,7 @@ def test_sizes_of_a_batch_script(tmp_path, lines, sizes):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--dry-run"], "launch.slurm runs inside a Slurm job"),
+        (["--dry-run"], "areal_megatron.launch.slurm runs inside a Slurm job"),
         (["--dry-run", "--nodes=4"], "--nodes and --gpus go together"),
         (["--nodes=4", "--gpus=4"], "--nodes and --gpus go with --dry-run"),
         (["--nodes=0"], "--nodes and --gpus go with --dry-run"),
@@ -129,9 +129,9 @@ def test_a_submitted_script_asks_for_what_those_in_slurm_ask(arguments, tmp_path
         line for line in shared if line.startswith("export")
     ]
     (command,) = (line for line in shared if line.startswith("exec"))
-    options = command.partition("launch.slurm")[2].replace('--batch-script="$0" ', "").split()
+    options = command.partition("areal_megatron.launch.slurm")[2].replace('--batch-script="$0" ', "").split()
     assert options[0] == '"$CONFIG"' and options[-1] == '"$@"'
-    assert written[-1].split("launch.slurm ")[1].split() == [
+    assert written[-1].split("areal_megatron.launch.slurm ")[1].split() == [
         arguments[0],
         *options[1:-1],
         *arguments[1:],

@@ -6,11 +6,11 @@ import pytest
 
 from areal_megatron.config import Config, ConfigError, check
 from areal_megatron.config_file import load
+from areal_megatron.launch import elastic
+from areal_megatron.launch.elastic import Elastic, claim
+from areal_megatron.launch.pools import Node, allocate
 from areal_megatron.observe.metrics import write_status
 from areal_megatron.run import Run
-from launch import elastic
-from launch.elastic import Elastic, claim
-from launch.pools import Node, allocate
 from tests.unit.launch.test_balance import ETA, WINDOW, update
 
 

@@ -1,4 +1,4 @@
-"""What `python -m launch.engines` decides before it starts or drains anything."""
+"""What `areal engines` decides before it starts or drains anything."""
 
 import argparse
 import contextlib
@@ -10,11 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from areal_megatron.config import Config, ConfigError
-from areal_megatron.network import Site, address
-from areal_megatron.observe.metrics import write_status
-from areal_megatron.run import Run
-from launch import engines
-from launch.engines import (
+from areal_megatron.launch import engines
+from areal_megatron.launch.engines import (
     Reach,
     balance,
     check_elsewhere,
@@ -25,8 +22,11 @@ from launch.engines import (
     sites_of,
     slots,
 )
-from launch.pools import Placement, Process, Slot
-from launch.records import Recorder
+from areal_megatron.launch.pools import Placement, Process, Slot
+from areal_megatron.launch.records import Recorder
+from areal_megatron.network import Site, address
+from areal_megatron.observe.metrics import write_status
+from areal_megatron.run import Run
 
 
 @pytest.fixture

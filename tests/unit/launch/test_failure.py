@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from launch.failure import Failure, Failures, cause
-from launch.out_of_memory import OutOfMemory
-from launch.processes import Children, Log
+from areal_megatron.launch.failure import Failure, Failures, cause
+from areal_megatron.launch.out_of_memory import OutOfMemory
+from areal_megatron.launch.processes import Children, Log
 
 FAILED = Failure("trainer-0", 1, Path("log"), "", "ValueError: rank 3 at 0x7f00 after 1.5 s")
 
@@ -206,5 +206,5 @@ def test_the_kernel_is_asked_whether_memory_has_run_out(tmp_path, monkeypatch):
     assert not memory.look()
     counts.write_text("nr_free_pages 1\noom_kill 4\n")
     assert memory.look() and memory.look()
-    monkeypatch.setattr("launch.out_of_memory._RECENT_S", 0)
+    monkeypatch.setattr("areal_megatron.launch.out_of_memory._RECENT_S", 0)
     assert not memory.look() and not OutOfMemory(tmp_path / "none").look()

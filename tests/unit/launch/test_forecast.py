@@ -10,12 +10,12 @@ import pytest
 from areal_megatron.config import Config, ConfigError, DataConfig, ModelConfig, PPOConfig, RolloutConfig, TrainerConfig
 from areal_megatron.data import dumps
 from areal_megatron.data.trajectory import Trajectory
-from launch.forecast.accelerators import ACCELERATORS, Accelerator, Efficiencies, accelerator
-from launch.forecast.engine_time import EngineTime
-from launch.forecast.lengths import LognormalLengths, RecordedLengths
-from launch.forecast.simulated_engine import RunningAnswer, SimulatedEngine
-from launch.forecast.trainer_time import ADAM, PackedBatch, TrainerTime
-from launch.forecast.weights_time import WeightsTime
+from areal_megatron.launch.forecast.accelerators import ACCELERATORS, Accelerator, Efficiencies, accelerator
+from areal_megatron.launch.forecast.engine_time import EngineTime
+from areal_megatron.launch.forecast.lengths import LognormalLengths, RecordedLengths
+from areal_megatron.launch.forecast.simulated_engine import RunningAnswer, SimulatedEngine
+from areal_megatron.launch.forecast.trainer_time import ADAM, PackedBatch, TrainerTime
+from areal_megatron.launch.forecast.weights_time import WeightsTime
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, FFN, VOCABULARY = 4, 64, 4, 2, 160, 512
 HEAD_DIM = HIDDEN // HEADS

@@ -7,14 +7,14 @@ import sys
 import pytest
 
 from areal_megatron.config import Config, ConfigError, DataConfig, ModelConfig
+from areal_megatron.launch import caches, gpus, slurm
+from areal_megatron.launch.engines import slots
+from areal_megatron.launch.node import hello
+from areal_megatron.launch.orders import carry_out, start_order
+from areal_megatron.launch.pools import Node, allocate
+from areal_megatron.launch.processes import Children
+from areal_megatron.launch.start import decide_device
 from areal_megatron.run import Run
-from launch import caches, gpus, slurm
-from launch.engines import slots
-from launch.node import hello
-from launch.orders import carry_out, start_order
-from launch.pools import Node, allocate
-from launch.processes import Children
-from launch.start import decide_device
 from tests.e2e.test_run import small
 
 UUIDS = [f"GPU-{n}f3a0c11-0000-4000-8000-00000000000{n}" for n in range(4)]

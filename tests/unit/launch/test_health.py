@@ -2,10 +2,10 @@
 
 import pytest
 
+from areal_megatron.launch import health
+from areal_megatron.launch.health import Health
 from areal_megatron.observe.metrics import write_status
 from areal_megatron.run import Run
-from launch import health
-from launch.health import Health
 
 
 @pytest.fixture

@@ -12,12 +12,12 @@ from contextlib import suppress
 import psutil
 import pytest
 
-from launch import hosts
-from launch.hosts import HostError, Nodes
-from launch.node import Supervisor, follow
-from launch.orders import Alive, End, Leave, NodeHello, Present, StartOrder
-from launch.pools import Process, Slot
-from launch.slurm import Srun
+from areal_megatron.launch import hosts
+from areal_megatron.launch.hosts import HostError, Nodes
+from areal_megatron.launch.node import Supervisor, follow
+from areal_megatron.launch.orders import Alive, End, Leave, NodeHello, Present, StartOrder
+from areal_megatron.launch.pools import Process, Slot
+from areal_megatron.launch.slurm import Srun
 from tests.support.living import is_alive
 
 SLEEPS = (
@@ -30,7 +30,7 @@ SLEEPS = (
 def nodes(monkeypatch):
     """Nodes with one supervisor, that of node n1."""
     monkeypatch.setenv("SLURMD_NODENAME", "n1")
-    with Nodes(Srun([[sys.executable, "-m", "launch.node", "--silence-s=180"]], 180), 180) as nodes:
+    with Nodes(Srun([[sys.executable, "-m", "areal_megatron.launch.node", "--silence-s=180"]], 180), 180) as nodes:
         assert nodes.gather(["n1"], 20)[0].cpus >= 1
         yield nodes
 
@@ -81,7 +81,9 @@ def test_one_that_hangs_is_ended_with_its_descendants(nodes, tmp_path):
 
 def test_a_supervisor_that_is_terminated_while_it_waits_for_orders_does_not_abort():
     with subprocess.Popen(
-        [sys.executable, "-m", "launch.node", "--silence-s=180"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-m", "areal_megatron.launch.node", "--silence-s=180"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
     ) as node:
         node.stdout.readline()
         node.terminate()
@@ -92,7 +94,7 @@ def test_a_supervisor_that_is_terminated_while_it_waits_for_orders_does_not_abor
 def quick_nodes(monkeypatch):
     """As `nodes`, with a silence of two seconds."""
     monkeypatch.setenv("SLURMD_NODENAME", "n1")
-    with Nodes(Srun([[sys.executable, "-m", "launch.node", "--silence-s=2"]], 2), 2) as nodes:
+    with Nodes(Srun([[sys.executable, "-m", "areal_megatron.launch.node", "--silence-s=2"]], 2), 2) as nodes:
         nodes.gather(["n1"], 20)
         yield nodes
 
@@ -113,9 +115,9 @@ def test_a_supervisor_that_waits_for_its_folder_is_not_lost_and_goes_on(quick_no
 
 LAUNCHER = """
 import sys, time
-from launch.hosts import HostError, Nodes
-from launch.slurm import Srun
-with Nodes(Srun([[sys.executable, "-m", "launch.node", "--silence-s=3"]], 3), 3) as nodes:
+from areal_megatron.launch.hosts import HostError, Nodes
+from areal_megatron.launch.slurm import Srun
+with Nodes(Srun([[sys.executable, "-m", "areal_megatron.launch.node", "--silence-s=3"]], 3), 3) as nodes:
     nodes.gather(["n1"], 20)
     print("gathered", flush=True)
     try:
@@ -174,7 +176,7 @@ def test_a_program_that_is_not_there_has_failed(nodes, tmp_path):
 
 def test_processes_end_with_their_launcher(monkeypatch, tmp_path):
     monkeypatch.setenv("SLURMD_NODENAME", "n1")
-    channel = Srun([[sys.executable, "-m", "launch.node", "--silence-s=180"]], 180)
+    channel = Srun([[sys.executable, "-m", "areal_megatron.launch.node", "--silence-s=180"]], 180)
     nodes = Nodes(channel, 180)
     nodes.gather(["n1"], 20)
     pid = int(eventually(start(nodes, tmp_path, SLEEPS).last_lines))

@@ -19,9 +19,9 @@ from areal_megatron.checkpoint import folder as checkpoint_folder
 from areal_megatron.checkpoint.folder import newest
 from areal_megatron.config import CheckpointConfig, Config, ConfigError, DataConfig, ModelConfig
 from areal_megatron.files import numbered, numbers
+from areal_megatron.launch import start
+from areal_megatron.launch.lease import Lease, read
 from areal_megatron.run import Replaced, Run
-from launch import start
-from launch.lease import Lease, read
 from tests.conftest import ROOT, take_interrupts
 from tests.unit.test_audit import Past
 
@@ -29,7 +29,7 @@ HOLD = """
 import sys, time
 from areal_megatron.config import ConfigError
 from areal_megatron.run import Replaced, Run
-from launch.lease import Lease
+from areal_megatron.launch.lease import Lease
 run = Run(sys.argv[1])
 try:
     with Lease(run, float(sys.argv[2])) as lease:
@@ -47,7 +47,7 @@ RACE = """
 import os, sys, time
 from areal_megatron.config import ConfigError
 from areal_megatron.run import Replaced, Run
-from launch import lease as leases
+from areal_megatron.launch import lease as leases
 from tests.unit.launch.test_lease import note_checks, train
 folder, log, where, work = sys.argv[1:]
 if where == "elsewhere":

@@ -28,6 +28,10 @@ from areal_megatron.config import (
     TrainerConfig,
 )
 from areal_megatron.engine import kv_cache
+from areal_megatron.launch import plan
+from areal_megatron.launch.memory import activations, engine_memory, plan_memory
+from areal_megatron.launch.memory.parts import GIB
+from areal_megatron.launch.memory.trainer import held, published_memory, stage_memory, trainer_memory
 from areal_megatron.models.architecture import architecture, read_config
 from areal_megatron.models.flops import SequenceFlops
 from areal_megatron.reshard import engine_layout
@@ -35,10 +39,6 @@ from areal_megatron.reshard.engine_layout import EngineSizes
 from areal_megatron.reshard.session import ROOM
 from areal_megatron.reshard.staging import reserve
 from areal_megatron.reshard.trainer_layout import MegatronSizes
-from launch import plan
-from launch.memory import activations, engine_memory, plan_memory
-from launch.memory.parts import GIB
-from launch.memory.trainer import held, published_memory, stage_memory, trainer_memory
 
 ROOT = Path(__file__).resolve().parents[3]
 HF = {
@@ -541,7 +541,7 @@ class Refuse:
         if name.partition(".")[0] in ("torch", "vllm", "megatron", "transformers"):
             raise ImportError(f"{{name}} is not installed here")
 sys.meta_path.insert(0, Refuse())
-from launch.plan import main
+from areal_megatron.launch.plan import main
 sys.exit(main({CLUSTER!r}))
 """
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)

@@ -8,7 +8,7 @@ import pytest
 
 from areal_megatron import versions
 from areal_megatron.config import Config, ConfigError, DataConfig, MachineConfig, ModelConfig, RolloutConfig
-from launch.option_check import check_for_device, check_options, uncounted
+from areal_megatron.launch.option_check import check_for_device, check_options, uncounted
 
 MODELS = Path(__file__).parents[3] / "configs" / "models"
 

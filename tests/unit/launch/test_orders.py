@@ -20,11 +20,11 @@ from areal_megatron.engine.server import (
     server_command,
     server_environment,
 )
+from areal_megatron.launch import plan
+from areal_megatron.launch.memory.parts import GIB
+from areal_megatron.launch.orders import start_order
+from areal_megatron.launch.pools import Node, allocate
 from areal_megatron.run import Run
-from launch import plan
-from launch.memory.parts import GIB
-from launch.orders import start_order
-from launch.pools import Node, allocate
 
 ROOT = Path(__file__).resolve().parents[3]
 MODEL = ROOT / "configs" / "models" / "Qwen3-8B"

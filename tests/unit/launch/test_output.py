@@ -7,7 +7,7 @@ import pytest
 
 PROGRAM = """
 import sys
-from launch import output
+from areal_megatron.launch import output
 output.never_fail()
 from rich.console import Console
 for _ in range(3):

@@ -25,17 +25,17 @@ from areal_megatron.config import Config, DataConfig, ModelConfig
 from areal_megatron.data import dumps
 from areal_megatron.data.dumps import Dump, write
 from areal_megatron.data.tokenizer import Tokenizer
+from areal_megatron.launch.page import browser as trajectory_browser
+from areal_megatron.launch.page import server
+from areal_megatron.launch.page.browser import Browser
+from areal_megatron.launch.page.history import MOST_POINTS, History, thinned
+from areal_megatron.launch.page.server import Page
+from areal_megatron.launch.page.watched import Watched
+from areal_megatron.launch.pools import Node, Placement, Process, Slot
+from areal_megatron.launch.processes import Log
+from areal_megatron.launch.records import Recorder
 from areal_megatron.observe.metrics import MetricsWriter, write_status
 from areal_megatron.run import Run
-from launch.page import browser as trajectory_browser
-from launch.page import server
-from launch.page.browser import Browser
-from launch.page.history import MOST_POINTS, History, thinned
-from launch.page.server import Page
-from launch.page.watched import Watched
-from launch.pools import Node, Placement, Process, Slot
-from launch.processes import Log
-from launch.records import Recorder
 from tests.support.chromium import Chromium
 from tests.unit.test_report import evaluation
 from tests.unit.test_trajectories import answer, model  # noqa: F401 - a fixture
@@ -93,9 +93,9 @@ def show(run, version, phase="training"):
 
 @contextlib.contextmanager
 def served(folder, *options, stderr=subprocess.PIPE):
-    """Yields the address that `launch.status --web` prints. Few files may be open, until it asks for more."""
+    """Yields the address that `areal status --web` prints. Few files may be open, until it asks for more."""
     limits = partial(resource.setrlimit, resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-    command = [sys.executable, "-m", "launch.status", str(folder), "--web", *options]
+    command = [sys.executable, "-m", "areal_megatron.launch.status", str(folder), "--web", *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, preexec_fn=limits) as process:
         try:
             address = process.stdout.readline().strip()
@@ -247,7 +247,7 @@ def test_only_who_has_the_token_gets_data(tmp_path, model):  # noqa: F811
 def test_addresses_that_cannot_be_listened_on(tmp_path):
     taken = ("--host", "192.0.2.7"), ("--host", "nosuchinterface")
     for options in taken:
-        command = [sys.executable, "-m", "launch.status", str(tmp_path), "--web", *options]
+        command = [sys.executable, "-m", "areal_megatron.launch.status", str(tmp_path), "--web", *options]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
         assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
 
@@ -388,7 +388,8 @@ def test_a_file_server_that_hangs_holds_up_no_request(tmp_path, model, monkeypat
 def test_a_slow_file_server_leaves_the_page_as_it_loads(tmp_path, model, browser):  # noqa: F811
     """Before the first look at the run folder there is nothing to show, and nothing to complain of."""
     code = (
-        "import time; from launch import status; from launch.page.watched import Watched; "
+        "import time; from areal_megatron.launch import status; "
+        "from areal_megatron.launch.page.watched import Watched; "
         "Watched.refresh = lambda self: time.sleep(4); status.main()"
     )
     command = [sys.executable, "-c", code, str(tmp_path), "--web"]

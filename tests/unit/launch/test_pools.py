@@ -15,8 +15,8 @@ from areal_megatron.config import (
     RolloutConfig,
     TrainerConfig,
 )
+from areal_megatron.launch.pools import Node, Slot, allocate, whole
 from areal_megatron.reshard.trainer_layout import MegatronSizes
-from launch.pools import Node, Slot, allocate, whole
 
 
 def config(tp=1, pp=1, dp=1, engines=1, engine_tp=1, mode="rl"):

@@ -11,9 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launch import processes
-from launch.processes import Children, end_sessions
-from launch.shared_memory import SharedMemory
+from areal_megatron.launch import processes
+from areal_megatron.launch.processes import Children, end_sessions
+from areal_megatron.launch.shared_memory import SharedMemory
 from tests.support.living import is_alive
 
 FAMILY = (
@@ -204,7 +204,7 @@ def test_a_process_is_started_once_gpus_have_forgotten_the_one_before(tmp_path, 
 
 LITTLE = """
 import os, pathlib, resource, sys
-from launch.processes import Children
+from areal_megatron.launch.processes import Children
 hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
 code = '''
@@ -232,7 +232,7 @@ def test_a_log_that_cannot_be_read_says_nothing(tmp_path):
 
 OWNER = """
 import os, pathlib, signal, sys
-from launch.processes import Children
+from areal_megatron.launch.processes import Children
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
 with Children() as children:
     command = [sys.executable, "-c", sys.argv[1]]
@@ -262,7 +262,7 @@ def test_an_owner_that_is_asked_to_end_more_than_once_ends_its_children_first(tm
 
 def test_children_end_when_their_owner_is_killed(tmp_path):
     owner_code = (
-        "import os, sys, time; from pathlib import Path; from launch.processes import Children;"
+        "import os, sys, time; from pathlib import Path; from areal_megatron.launch.processes import Children;"
         "c = Children().start('c', [sys.executable, '-c', sys.argv[2]], dict(os.environ), Path(sys.argv[1]), set());"
         "print(c.pid, flush=True); time.sleep(60)"
     )
@@ -277,7 +277,7 @@ def test_children_end_when_their_owner_is_killed(tmp_path):
 
 LOOKING = """
 import os, pathlib, sys, time
-from launch import processes
+from areal_megatron.launch import processes
 processes._GUARD_S = 0.1
 children = processes.Children()
 command = [sys.executable, "-c", sys.argv[1]]

@@ -14,13 +14,13 @@ import yaml
 
 from areal_megatron import config_file
 from areal_megatron.config import Config
+from areal_megatron.launch.memory.engine import kv_tokens
+from areal_megatron.launch.memory.parts import GIB
+from areal_megatron.launch.plan import main, plan
+from areal_megatron.launch.pools import Node
 from areal_megatron.models.architecture import architecture, read_config
 from areal_megatron.reshard.plan import Planner
 from areal_megatron.reshard.trainer_layout import MegatronSizes
-from launch.memory.engine import kv_tokens
-from launch.memory.parts import GIB
-from launch.plan import main, plan
-from launch.pools import Node
 
 ROOT = Path(__file__).resolve().parents[3]
 MODELS = ROOT / "configs/models"
@@ -358,7 +358,7 @@ def test_the_launcher_takes_the_place_of_the_script_and_gets_every_argument_whol
     assert process.returncode == 0 and not err
     expected = [
         "-m",
-        "launch.slurm",
+        "areal_megatron.launch.slurm",
         f"configs/{named_config(script)}.yaml",
         "--restarts=10",
         f"--batch-script={process.args[1]}",

@@ -3,9 +3,9 @@ scripts here."""
 
 import pytest
 
+from areal_megatron.launch import node, slurm
+from areal_megatron.launch.slurm import Outcome, queue_again
 from areal_megatron.run import Run
-from launch import node, slurm
-from launch.slurm import Outcome, queue_again
 from tests.e2e.test_run import small
 
 BUSY = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"

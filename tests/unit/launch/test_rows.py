@@ -1,4 +1,4 @@
-"""What launch.rows shows of a run's data."""
+"""What `areal rows` shows of a run's data."""
 
 import json
 import shutil
@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from launch import rows
+from areal_megatron.launch import rows
 from tests.conftest import ROOT
 
 GOOD = {"problem": "What is 6 * 7?", "answer": "42"}
@@ -63,5 +63,6 @@ def test_supervised_rows_and_wrong_input(show):
 
 
 def test_it_needs_neither_torch_nor_vllm():
-    code = "import launch.rows, launch.fetch, sys; print(*{'torch', 'vllm', 'megatron'} & set(sys.modules))"
+    imports = "import sys; from areal_megatron.launch import fetch, rows"
+    code = f"{imports}; print(*{{'torch', 'vllm', 'megatron'}} & set(sys.modules))"
     assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True).strip() == ""

@@ -1,4 +1,4 @@
-"""What `launch.plan --best` proposes: it fits by the planner's word, is what the YAML says, and is the fastest there
+"""What `areal plan --best` proposes: it fits by the planner's word, is what the YAML says, and is the fastest there
 is; the formulas that rank against the simulator, and the checkpoint interval against a search for it."""
 
 import json
@@ -14,16 +14,16 @@ import yaml
 
 from areal_megatron import config_file
 from areal_megatron.config import ConfigError
-from launch.forecast.accelerators import accelerator
-from launch.forecast.checkpoint_interval import checkpoint_interval, updates_between
-from launch.forecast.layouts import Cluster
-from launch.forecast.lengths import LognormalLengths
-from launch.forecast.pace import BatchLengths, draw_batches, pace
-from launch.forecast.search import Search, SearchBounds, ordered
-from launch.forecast.simulator import Circumstances, Simulator
-from launch.forecast.times import times_of
-from launch.plan import main, plan
-from launch.pools import Node, allocate
+from areal_megatron.launch.forecast.accelerators import accelerator
+from areal_megatron.launch.forecast.checkpoint_interval import checkpoint_interval, updates_between
+from areal_megatron.launch.forecast.layouts import Cluster
+from areal_megatron.launch.forecast.lengths import LognormalLengths
+from areal_megatron.launch.forecast.pace import BatchLengths, draw_batches, pace
+from areal_megatron.launch.forecast.search import Search, SearchBounds, ordered
+from areal_megatron.launch.forecast.simulator import Circumstances, Simulator
+from areal_megatron.launch.forecast.times import times_of
+from areal_megatron.launch.plan import main, plan
+from areal_megatron.launch.pools import Node, allocate
 
 ROOT = Path(__file__).resolve().parents[3]
 H100 = accelerator("h100")

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 
 from areal_megatron.config import Config, ConfigError, DataConfig, ModelConfig, PPOConfig, RolloutConfig, TrainerConfig
 from areal_megatron.controller.schedule import Schedule
+from areal_megatron.launch import simulate
+from areal_megatron.launch.forecast.accelerators import accelerator
+from areal_megatron.launch.forecast.engine_time import EngineTime
+from areal_megatron.launch.forecast.lengths import LognormalLengths
+from areal_megatron.launch.forecast.simulator import Circumstances, Simulator, Times
+from areal_megatron.launch.forecast.trainer_time import TrainerTime
+from areal_megatron.launch.forecast.weights_time import WeightsTime
 from areal_megatron.observe.advice import Balance, Short, advise
-from launch import simulate
-from launch.forecast.accelerators import accelerator
-from launch.forecast.engine_time import EngineTime
-from launch.forecast.lengths import LognormalLengths
-from launch.forecast.simulator import Circumstances, Simulator, Times
-from launch.forecast.trainer_time import TrainerTime
-from launch.forecast.weights_time import WeightsTime
 
 ROOT = Path(__file__).resolve().parents[3]
 HF = {

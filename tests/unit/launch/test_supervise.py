@@ -11,17 +11,17 @@ import pytest
 
 from areal_megatron.checkpoint import folder as checkpoint_folder
 from areal_megatron.config import Config
+from areal_megatron.launch import records, start, supervise
+from areal_megatron.launch.closing import closing
+from areal_megatron.launch.hosts import Here
+from areal_megatron.launch.lease import Lease
+from areal_megatron.launch.memory import plan_memory
+from areal_megatron.launch.plan import ClusterPlan
+from areal_megatron.launch.pools import Node, Placement, Process
+from areal_megatron.launch.records import read_record
+from areal_megatron.launch.start import Beginning
+from areal_megatron.launch.supervise import Outcome
 from areal_megatron.run import Run
-from launch import records, start, supervise
-from launch.closing import closing
-from launch.hosts import Here
-from launch.lease import Lease
-from launch.memory import plan_memory
-from launch.plan import ClusterPlan
-from launch.pools import Node, Placement, Process
-from launch.records import read_record
-from launch.start import Beginning
-from launch.supervise import Outcome
 from tests.support.reshard_oracle import CONFIG
 
 
@@ -74,7 +74,7 @@ def supervised(tmp_path, hosts, restarts, engines=0):
     processes = (Process(n, pools.get(p := n.partition("-")[0], p), 0, "n", ()) for n in names)
     config = Config(name="run", updates=1)
     plan = ClusterPlan(Placement((Node("n", (0,)),), tuple(processes)), plan_memory(config, CONFIG))
-    options = start.parser("launch.local", "").parse_args(["config", f"--restarts={restarts}"])
+    options = start.parser("areal_megatron.launch.local", "").parse_args(["config", f"--restarts={restarts}"])
     with Lease(run, 90) as lease:
         return supervise.supervise(Beginning(config, run, plan, None), hosts, options, lease)
 
@@ -195,7 +195,7 @@ def test_records_go_on_while_the_launcher_waits(tmp_path, monkeypatch, signals):
 
     looking = threading.Thread(target=look, daemon=True)
     looking.start()
-    options = start.parser("launch.local", "").parse_args(["config"])
+    options = start.parser("areal_megatron.launch.local", "").parse_args(["config"])
     begin = time.time()
     with Lease(run, 90) as lease:
         assert supervise.supervise(beginning, Slow(), options, lease) == Outcome.DONE

@@ -13,13 +13,13 @@ import urllib.request
 import pytest
 
 from areal_megatron.config import TRACKERS, Config, ConfigError, TrackConfig, check
+from areal_megatron.launch import mirrors
+from areal_megatron.launch.mirrors import Mirrors
 from areal_megatron.mirror import Once
 from areal_megatron.observe import trackers
 from areal_megatron.observe.metrics import MetricsWriter
 from areal_megatron.observe.trackers import check_trackers
 from areal_megatron.run import Run
-from launch import mirrors
-from launch.mirrors import Mirrors
 from tests.unit.test_report import evaluation, make_run
 
 UPDATES = 20
