@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -150,19 +150,72 @@ def architecture(hf_config: Mapping[str, Any]) -> Architecture:
 
     Raises ConfigError for a model without a table, a flag that adds unknown parameters, or a missing size.
     """
+    name, family, is_reward_model = _table(hf_config)
+    check_described(hf_config)
+    _check_class(hf_config, name, family)
+    _check_flags(hf_config, name, family)
+    size = _Sizes(hf_config)
+    layers = size("num_hidden_layers")
+    dimensions = Dimensions(
+        layers=layers,
+        hidden=size("hidden_size"),
+        ffn=size("intermediate_size") if family.has_dense_layers else 0,
+        vocabulary=size("vocab_size"),
+        experts=size.experts() if family.has_experts else 0,
+        expert_ffn=size("moe_intermediate_size") if family.has_experts else 0,
+        shared_ffn=_shared_ffn(hf_config, size) if family.has_shared_experts else 0,
+        dense_layers=_dense_layers(hf_config, family, layers),
+        **_heads(hf_config, name, family, size),
+        **(_linear_attention(hf_config, size, layers) if family.has_linear_layers else {}),
+    )
+    if (tensors := dimensions.layers * max(dimensions.experts, 1)) > _MOST_TENSORS:
+        raise ConfigError(
+            f"model.path: config.json has {dimensions.layers} layers of {dimensions.experts} experts; {tensors} are "
+            f"more than the {_MOST_TENSORS} that any model has"
+        )
+    layer = tuple(row for row in family.layer if _has(hf_config, row))
+    if is_reward_model:
+        _check_one_label(hf_config)
+        return Architecture(shown(_named(hf_config)[0]), family, dimensions, layer, False, True)
+    return Architecture(name, family, dimensions, layer, bool(hf_config.get("tie_word_embeddings", False)))
+
+
+class _Sizes:
+    """Reads sizes of a config.json; raises ConfigError for what is no size of a model."""
+
+    def __init__(self, hf_config: Mapping[str, Any]):
+        self._config = hf_config
+
+    def __call__(self, key: str, default: int | None = None) -> int:
+        value = self._config.get(key)
+        value = default if value is None else value
+        if type(value) is not int or value <= 0:
+            raise ConfigError(f"model.path: config.json needs a positive integer {key}, has {shown(value)}")
+        if value > (most := _MOST.get(key, _MOST_ROWS)):
+            raise ConfigError(f"model.path: config.json has {key}={shown(value)}, no model has more than {most}")
+        return value
+
+    def experts(self) -> int:
+        return self(next((key for key in EXPERT_COUNTS if self._config.get(key) is not None), EXPERT_COUNTS[0]))
+
+
+def _table(hf_config: Mapping[str, Any]) -> tuple[str, Family, bool]:
+    """Returns the class of the language model, its table, and whether config.json names the reward model of it."""
     named, name = _named(hf_config)
     is_reward_model = name is not None and name.endswith(_REWARD)
     if is_reward_model:
         name = name.removesuffix(_REWARD) + _LANGUAGE
-    if name not in FAMILIES:
-        near = difflib.get_close_matches(str(named), FAMILIES, 1, 0.3)
-        hint = f"; the nearest table is that of {near[0]}, see docs/adding_a_family.md" if near else ""
-        raise ConfigError(
-            f"model.path: config.json names {shown(named)}, which has no table; known are {', '.join(FAMILIES)}{hint}"
-        )
-    family = FAMILIES[name]
-    check_described(hf_config)
-    _check_class(hf_config, name, family)
+    if name in FAMILIES:
+        return name, FAMILIES[name], is_reward_model
+    near = difflib.get_close_matches(str(named), FAMILIES, 1, 0.3)
+    hint = f"; the nearest table is that of {near[0]}, see docs/adding_a_family.md" if near else ""
+    raise ConfigError(
+        f"model.path: config.json names {shown(named)}, which has no table; known are {', '.join(FAMILIES)}{hint}"
+    )
+
+
+def _check_flags(hf_config: Mapping[str, Any], name: str, family: Family) -> None:
+    """Raises ConfigError for a flag that adds parameters or changes what is computed."""
     for flag in family.refused:
         if hf_config.get(flag):
             raise ConfigError(f"model.path: config.json sets {flag}, whose parameters the table of {name} lacks")
@@ -171,25 +224,28 @@ def architecture(hf_config: Mapping[str, Any]) -> Architecture:
             raise ConfigError(
                 f"model.path: config.json has {key}={shown(value)}; of {name} only {key}={shown(only)} is computed"
             )
+    if family.has_experts and _Sizes(hf_config)("decoder_sparse_step", 1) != 1:
+        raise ConfigError(
+            "model.path: config.json has a decoder_sparse_step other than 1: layers without experts, "
+            f"which the table of {name} lacks"
+        )
 
-    def size(key: str, default: int | None = None) -> int:
-        value = hf_config.get(key)
-        value = default if value is None else value
-        if type(value) is not int or value <= 0:
-            raise ConfigError(f"model.path: config.json needs a positive integer {key}, has {shown(value)}")
-        if value > (most := _MOST.get(key, _MOST_ROWS)):
-            raise ConfigError(f"model.path: config.json has {key}={shown(value)}, no model has more than {most}")
-        return value
 
-    def experts() -> int:
-        return size(next((key for key in EXPERT_COUNTS if hf_config.get(key) is not None), EXPERT_COUNTS[0]))
+def _check_one_label(hf_config: Mapping[str, Any]) -> None:
+    labels = hf_config.get("id2label")
+    if not isinstance(labels, dict) or {len(labels), hf_config.get("num_labels", 1)} != {1}:
+        named = shown(_named(hf_config)[0])
+        raise ConfigError(f"model.path: config.json names {named} without one label; a reward model has one")
 
+
+def _heads(hf_config: Mapping[str, Any], name: str, family: Family, size: _Sizes) -> dict[str, int]:
+    """The number of heads, and their sizes."""
     heads, hidden = size("num_attention_heads"), size("hidden_size")
     if family.has_experts and not family.has_latents and hf_config.get("num_key_value_heads", 1) is None:
         raise ConfigError(f"model.path: config.json needs num_key_value_heads, of {name} it may not be null")
     kv_heads = size("num_key_value_heads", heads)
-    latents = _latents(hf_config, size) if family.has_latents else {"head_dim": size("head_dim", hidden // heads)}
-    head_dim = latents["head_dim"]
+    sizes = _latents(hf_config, size) if family.has_latents else {"head_dim": size("head_dim", hidden // heads)}
+    head_dim = sizes["head_dim"]
     if not family.own_head_dim and head_dim * heads != hidden:
         raise ConfigError(
             f"model.path: config.json has head_dim={head_dim}; heads of {name} have hidden_size={hidden} over "
@@ -206,40 +262,7 @@ def architecture(hf_config: Mapping[str, Any]) -> Architecture:
             f"model.path: config.json has num_key_value_heads={kv_heads} and num_attention_heads={heads}; with latents "
             "each head has a key and a value"
         )
-    layers = size("num_hidden_layers")
-    dimensions = Dimensions(
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        kv_heads=kv_heads,
-        ffn=size("intermediate_size") if family.has_dense_layers else 0,
-        vocabulary=size("vocab_size"),
-        experts=experts() if family.has_experts else 0,
-        expert_ffn=size("moe_intermediate_size") if family.has_experts else 0,
-        shared_ffn=_shared_ffn(hf_config, size) if family.has_shared_experts else 0,
-        dense_layers=_dense_layers(hf_config, family, layers),
-        **latents,
-        **(_linear_attention(hf_config, size, layers) if family.has_linear_layers else {}),
-    )
-    if family.has_experts and size("decoder_sparse_step", 1) != 1:
-        raise ConfigError(
-            "model.path: config.json has a decoder_sparse_step other than 1: layers without experts, "
-            f"which the table of {name} lacks"
-        )
-    if (tensors := dimensions.layers * max(dimensions.experts, 1)) > _MOST_TENSORS:
-        raise ConfigError(
-            f"model.path: config.json has {dimensions.layers} layers of {dimensions.experts} experts; {tensors} are "
-            f"more than the {_MOST_TENSORS} that any model has"
-        )
-    layer = tuple(row for row in family.layer if _has(hf_config, row))
-    if is_reward_model:
-        if not isinstance(labels := hf_config.get("id2label"), dict) or {
-            len(labels),
-            hf_config.get("num_labels", 1),
-        } != {1}:
-            raise ConfigError(f"model.path: config.json names {shown(named)} without one label; a reward model has one")
-        return Architecture(shown(named), family, dimensions, layer, tied=False, is_reward_model=True)
-    return Architecture(name, family, dimensions, layer, bool(hf_config.get("tie_word_embeddings", False)))
+    return {"heads": heads, "kv_heads": kv_heads, **sizes}
 
 
 def _check_class(hf_config: Mapping[str, Any], name: str, family: Family) -> None:
@@ -273,7 +296,7 @@ def _has(hf_config: Mapping[str, Any], row: Row) -> bool:
     return bool(not row.when or hf_config.get(row.when)) and not (row.unless and hf_config.get(row.unless))
 
 
-def _latents(hf_config: Mapping[str, Any], size: Callable[[str], int]) -> dict[str, int]:
+def _latents(hf_config: Mapping[str, Any], size: _Sizes) -> dict[str, int]:
     """The sizes of heads whose keys and values come from latents."""
     rotated = size("qk_rope_head_dim")
     if rotated % 2:
@@ -287,14 +310,14 @@ def _latents(hf_config: Mapping[str, Any], size: Callable[[str], int]) -> dict[s
     }
 
 
-def _shared_ffn(hf_config: Mapping[str, Any], size: Callable[[str], int]) -> int:
+def _shared_ffn(hf_config: Mapping[str, Any], size: _Sizes) -> int:
     """The width of all shared experts of a layer together."""
     if "n_shared_experts" in hf_config:
         return size("n_shared_experts") * size("moe_intermediate_size")
     return size("shared_expert_intermediate_size")
 
 
-def _linear_attention(hf_config: Mapping[str, Any], size: Callable[..., int], layers: int) -> dict[str, Any]:
+def _linear_attention(hf_config: Mapping[str, Any], size: _Sizes, layers: int) -> dict[str, Any]:
     """The layers with linear attention, and its sizes."""
     every = size("full_attention_interval", 4)
     types = hf_config.get("layer_types") or [_KINDS[number % every == 0] for number in range(1, layers + 1)]
