@@ -59,7 +59,8 @@ def ledger(run: Run):
     return [json.loads(line) for file in (run.folder / "ledger").iterdir() for line in file.read_text().splitlines()]
 
 
-@pytest.mark.parametrize("eta", [*(pytest.param(eta, marks=pytest.mark.soak) for eta in (0, 1)), 16])
+@pytest.mark.soak
+@pytest.mark.parametrize("eta", (0, 1, 16))
 def test_staleness_holds_while_groups_are_filtered(local_run, world, capsys, eta):
     """The longest one has a workflow of several turns, and keeps its trajectories, which are read and replayed
     afterwards."""

@@ -94,6 +94,7 @@ def evaluate(model, data, out):
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, env=environment)
 
 
+@pytest.mark.soak
 def test_such_a_model_is_evaluated(world, model, half, tmp_path):
     data = tmp_path / "data.jsonl"
     data.write_text("".join((world / "heldout.jsonl").read_text().splitlines(keepends=True)[:6]))

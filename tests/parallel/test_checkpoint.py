@@ -18,7 +18,7 @@ CASES = {
 }
 """A model, the layout that saves, and those that resume."""
 WITH_CRITIC = ("dense", "replicas")
-SOAKED = ("replicas", "sigmoid-router", "latents")
+SOAKED = ("context", "replicas", "sigmoid-router", "latents")
 """`dense` goes on with replicas, too. The others are families whose tensors are saved as those of `experts` are, by
 names of their own (test_convert.py)."""
 
@@ -43,13 +43,14 @@ def test_a_run_goes_on_as_if_it_had_never_stopped(tmp_path, on_ranks, case):
         )
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("model", "layout", "critic"),
     [
         ("qwen3", {"tp": 2}, True),
-        pytest.param("qwen3_moe", {"dp": 2, "ep": 2}, False, marks=pytest.mark.soak),
-        pytest.param("glm4_moe", {"tp": 2}, False, marks=pytest.mark.soak),
-        pytest.param("deepseek_v3", {"tp": 2}, False, marks=pytest.mark.soak),
+        ("qwen3_moe", {"dp": 2, "ep": 2}, False),
+        ("glm4_moe", {"tp": 2}, False),
+        ("deepseek_v3", {"tp": 2}, False),
     ],
     ids=["dense", "experts", "sigmoid-router", "latents"],
 )
@@ -61,12 +62,13 @@ def test_runs_go_on_with_and_without_transformer_engine(tmp_path, on_ranks, mode
     on_ranks("checkpoint_checks:check_layers", 2, model=model, layout=layout, critic=critic)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("dtype", "model", "layout"),
     [
-        pytest.param("float32", "qwen2", {"dp": 2}, marks=pytest.mark.soak),
+        ("float32", "qwen2", {"dp": 2}),
         ("bfloat16", "qwen3", {"tp": 2}),
-        pytest.param("float16", "qwen3_moe", {"dp": 2, "ep": 2}, marks=pytest.mark.soak),
+        ("float16", "qwen3_moe", {"dp": 2, "ep": 2}),
     ],
     ids=["float32", "bfloat16", "float16"],
 )

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from areal_megatron.convert import from_hf, to_hf
 from areal_megatron.run import Run
+from tests.support.soaking import with_soaked
 from tests.support.tiny_models import save_model
 
 SIZES = {"qwen2": {"vocab_size": 101}, "qwen3": {"vocab_size": 203}}
@@ -75,7 +76,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
 
 
-@pytest.mark.parametrize("group", SAVED)
+@pytest.mark.parametrize("group", with_soaked(SAVED, ("dense",)))
 def test_saved_checkpoints_become_what_transformers_wrote(folder, on_ranks, group):
     on_ranks("convert_checks:check_saved", 4, cases=SAVED[group], mbridge=group == "dense")
     for run, (model, _, dtype) in SAVED[group].items():
@@ -103,7 +104,7 @@ def test_converted_checkpoints_have_the_logits_of_transformers(folder, on_ranks,
     on_ranks("convert_checks:check_loaded", 4, cases=cases)
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", with_soaked((1, 2), (1,)))
 def test_gated_delta_nets_and_gated_heads_are_loaded_by_megatrons_own_layers(folder, on_ranks, tp):
     from_hf(folder / "qwen3_next", folder / "qwen3_next-checkpoint")
     Run(folder / f"run-{tp}").create()

@@ -13,7 +13,14 @@ CASES = {
 """What is checked → world size → models and layouts, which the same ranks try in turn."""
 
 
-@pytest.mark.parametrize(("check", "world"), [(check, world) for check in CASES for world in CASES[check]])
+@pytest.mark.parametrize(
+    ("check", "world"),
+    [
+        pytest.param(check, world, marks=[pytest.mark.soak] * (check == "checkpoint"))
+        for check in CASES
+        for world in CASES[check]
+    ],
+)
 def test_float16(tmp_path, on_ranks, check, world):
     cases = {f"run-{number}": case for number, case in enumerate(CASES[check][world])}
     for run, (model, _) in cases.items():

@@ -31,7 +31,7 @@ CASES = {
     "all-on-4-ranks": ("layouts", EVERY, [("qwen3_moe", {"tp": 2, "dp": 2, "ep": 2, "etp": 1})]),
     "all-in-small-buckets": ("overlap", EVERY, [("qwen3_moe", {"dp": 2})]),
 }
-SOAKED = ("all-on-2-ranks", "all-in-small-buckets")
+SOAKED = ("gradients", "swiglu", "experts", "all-on-2-ranks", "all-in-small-buckets")
 
 
 @pytest.mark.parametrize("case", with_soaked(CASES, SOAKED))
@@ -46,6 +46,7 @@ def test_kernels_change_nothing(tmp_path, on_ranks, case):
     on_ranks("kernel_checks:check_kernels", world, of=check, names=names, cases=cases)
 
 
+@pytest.mark.soak
 def test_fused_swiglu_keeps_less_for_the_backward_pass(tmp_path, on_ranks):
     models = ["qwen2", "qwen3_moe"]
     for model in models:

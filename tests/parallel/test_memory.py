@@ -55,6 +55,7 @@ def config(world, name, tp, dtype, recompute, layers=0, megatron=None):
     )
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("tp", TP)
 def test_buffers_and_optimizer_states(world, measured, tp):
     assert {name for name, *_ in measured(tp)["models"]} == {*FAMILIES, LATENTS}

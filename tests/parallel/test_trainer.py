@@ -81,6 +81,8 @@ SOAKED = (
     "latents-on-4-ranks",
     "tp2-sp",
     "pp2",
+    "dp2",
+    "cp2",
     "experts-on-2-ranks",
 )
 """Layouts that other cases have on 4 ranks, too; each family on one rank, and its shards in test_convert.py, are tested
@@ -152,7 +154,7 @@ def test_every_layout_trains_as_one_process_does(folder, on_ranks, case):
 
 @pytest.mark.parametrize(
     "layout",
-    [{}, pytest.param({"tp": 2, "pp": 2, "dp": 2}, marks=pytest.mark.soak), {"cp": 2}],
+    [*(pytest.param(layout, marks=pytest.mark.soak) for layout in ({}, {"tp": 2, "pp": 2, "dp": 2})), {"cp": 2}],
     ids=["tp1", "tp2-pp2-dp2", "cp2"],
 )
 def test_every_algorithm_trains_as_its_paper_says(folder, on_ranks, layout):
@@ -178,7 +180,7 @@ REPLAYED = {
 }
 
 
-@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("ranks", with_soaked((1, 2, 4), (1, 4)))
 def test_tokens_go_through_the_experts_that_the_engine_chose(folder, on_ranks, ranks):
     cases = numbered(folder, REPLAYED[ranks])
     on_ranks("routing_checks:check_replay", ranks, cases=cases)
@@ -225,7 +227,7 @@ PROMPTS = {
 """Ranks → models, layouts and settings of PPO."""
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.soak), 4])
+@pytest.mark.parametrize("ranks", with_soaked((1, 2, 4), (1, 2)))
 def test_answers_that_share_a_prompt_train_as_if_each_were_alone(folder, on_ranks, ranks):
     cases = numbered(folder, PROMPTS[ranks])
     on_ranks("prompt_checks:check_prompts", ranks, cases=cases)
@@ -245,7 +247,7 @@ def test_exports_are_those_of_mbridge(folder, on_ranks):
     on_ranks("export_checks:check_mbridge", 4, model="qwen3", layout={"tp": 2, "pp": 2})
 
 
-@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("pp", with_soaked((1, 2), (1,)))
 def test_communication_beside_computation_changes_nothing(folder, on_ranks, pp):
     cases = {f"run-{model}": [model, {"dp": 2, "pp": pp}] for model in ("qwen2", "qwen3", "qwen3_moe")}
     if pp > 1:
@@ -263,6 +265,7 @@ def test_there_is_no_step_where_there_is_nothing_to_learn(folder, on_ranks):
     on_ranks("check_nothing_to_learn", 2, trainer={"dp": 2})
 
 
+@pytest.mark.soak  # layouts above recompute as well, one way each
 def test_recomputation_changes_no_gradient(folder, on_ranks):
     on_ranks("check_recompute", 1)
 

@@ -75,6 +75,7 @@ def pasted(arguments, block, file):
     return config_file.load(file, given)
 
 
+@pytest.mark.soak
 def test_pasted_lines_give_the_plan_that_was_printed(printed, tmp_path, capsys):
     arguments, said, _ = printed
     first, planned = said.split("\n\n")[0], said[said.index("2 nodes: ") :]
@@ -119,7 +120,7 @@ def test_checkpoints_are_as_far_apart_as_failures_ask_for(printed):
     ("run", "cluster", "shipped"),
     [
         ("r1_1.5b", Cluster(2, 8, 80), ["trainer.dp=2", "rollout.engines=12"]),
-        ("r1_32b", Cluster(6, 8, 80), ["trainer.dp=2", "rollout.engines=8"]),
+        pytest.param("r1_32b", Cluster(6, 8, 80), ["trainer.dp=2", "rollout.engines=8"], marks=pytest.mark.soak),
     ],
 )
 def test_the_best_is_at_least_as_fast_as_the_shipped_layout_in_small(run, cluster, shipped):

@@ -296,7 +296,9 @@ def measured(engines, eta, tokens_per_s, gpu=H100):
     return Balance.of(lines[20:]), advise(made, lines)
 
 
-@pytest.mark.parametrize(("step_s", "request_s", "less"), [(0.01, 6e-5, 0.025), (0.008, 8e-5, 0.035)])
+@pytest.mark.parametrize(
+    ("step_s", "request_s", "less"), [pytest.param(0.01, 6e-5, 0.025, marks=pytest.mark.soak), (0.008, 8e-5, 0.035)]
+)
 def test_advice_foretells_what_an_engine_more_or_less_does(step_s, request_s, less):
     """What runs of 1 to 6 engines say of one more and of one less, beside runs with those: the time of an update. The
     more of a step each answer takes, the more it errs about one less, which leaves more answers to each engine."""

@@ -20,6 +20,7 @@ from areal_megatron.observe import trackers
 from areal_megatron.observe.metrics import MetricsWriter
 from areal_megatron.observe.trackers import check_trackers
 from areal_megatron.run import Run
+from tests.support.soaking import with_soaked
 from tests.unit.test_report import evaluation, make_run
 
 UPDATES = 20
@@ -66,7 +67,7 @@ def mirror(run, name, *options, **environment):
     return done.stdout + done.stderr
 
 
-@pytest.fixture(scope="module", params=["wandb", "mlflow", "swanlab", "trackio"])
+@pytest.fixture(scope="module", params=with_soaked(("wandb", "mlflow", "swanlab", "trackio"), ("swanlab", "trackio")))
 def mirrored(request, tmp_path_factory):
     """(tracker, run) whose updates 1 to 12 were mirrored before it was resumed from version 10, and then the others."""
     name = request.param

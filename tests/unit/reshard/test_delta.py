@@ -52,7 +52,11 @@ def stepped(tensors, share, seed):
     return {name: step(tensor) for name, tensor in tensors.items()}
 
 
-@pytest.mark.parametrize(("name", "sizes", "engine"), PLANS[::3], ids=ids)
+@pytest.mark.parametrize(
+    ("name", "sizes", "engine"),
+    [*PLANS[::6], *(pytest.param(*case, marks=pytest.mark.soak) for case in PLANS[3::6])],
+    ids=ids,
+)
 def test_changes_of_every_layout_are_those_of_whole_messages(models, name, sizes, engine):
     tensors, config = models[name]
     after = stepped(tensors, 0.05, seed=1)
