@@ -422,8 +422,8 @@ def _fetch(repo: HubRepo, patterns: Sequence[str], key: str, ignore: Sequence[st
         for file in wanted:
             if (size := (folder / file).stat().st_size) != files[file]:
                 raise ConfigError(
-                    f"{key}: {os.path.realpath(folder / file)} has {size} bytes, of {file} the hub lists {files[file]}: "
-                    "remove it, and it is fetched again"
+                    f"{key}: {os.path.realpath(folder / file)} has {size} bytes, of {file} the hub lists "
+                    f"{files[file]}: remove it, and it is fetched again"
                 )
         return str(folder)
 

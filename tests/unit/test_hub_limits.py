@@ -190,8 +190,9 @@ def test_a_listing_that_leads_out_of_the_cache(server, model, tmp_path, entry): 
 
 def test_what_the_listing_of_a_mirror_calls_large_files_names_nothing(server, model, tmp_path):  # noqa: F811
     """Xet would take it for a name, without a question about the file."""
-    lfs = {"oid": "../../../../evil", "size": 3, "pointerSize": 1}
-    listed = [{"type": "file", "path": "config.json", "size": 3, "oid": "0" * 40, "lfs": lfs, "xetHash": "0" * 64}]
+    size = len(model.commits[model.branches["main"]]["config.json"])
+    lfs = {"oid": "../../../../evil", "size": size, "pointerSize": 1}
+    listed = [{"type": "file", "path": "config.json", "size": size, "oid": "0" * 40, "lfs": lfs, "xetHash": "0" * 64}]
 
     def answer(handler):
         if "/tree/" not in handler.path:
