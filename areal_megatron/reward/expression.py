@@ -12,15 +12,22 @@ import itertools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import gcd
 
 from areal_megatron.reward.form import combines, content, is_expanded, key_of, leaves, shape, steps
-from areal_megatron.reward.formula import Formula, read
+from areal_megatron.reward.formula import Formula, negated, read
+from areal_megatron.reward.interval import TURNED, intervals_of
 from areal_megatron.reward.no_score import AnswerRefused
-from areal_megatron.reward.numeral import LONGEST_BARE, bare, is_unit
-from areal_megatron.reward.question import asked_for, repeats
+from areal_megatron.reward.notation import restates
+from areal_megatron.reward.numeral import LONGEST_BARE, bare, in_base, is_unit, numeral
+from areal_megatron.reward.question import SCALED_MATRIX, asked_for, has_name, repeats
 from areal_megatron.reward.tokens import NotRead, prepared, tokens_of
 from areal_megatron.reward.value import NoValue, Values, is_constant, names_of
+from areal_megatron.reward.wording import as_formula, letters_of, without_integer
 
+_LETTER_UNIT = re.compile(
+    r"(.*[0-9})\]iπ]) ?((?:[A-Za-z]{1,3})(?:\^?\{?[23]\}?)?(?:/[a-z]{1,3}(?:\^?\{?[23]\}?)?)?)", re.DOTALL
+)
 _LONGEST_NUMBER = 60
 _LONG_NUMBER = re.compile(rf"[0-9]{{{_LONGEST_NUMBER + 1}}}")
 _LARGEST_EXPONENT = 20
@@ -41,12 +48,8 @@ _SAME = [
     (r"\{([A-Za-z0-9])\}", r"\1"),
 ]
 """Ways to write one thing, for texts that cannot be read."""
-_INEQUALITIES = {"<": "<", "≤": "<", ">": ">", "≥": ">"}
-_TURNED = {"<": ">", "≤": "≥", ">": "<", "≥": "≤", "=": "=", "≠": "≠"}
 _SCALAR = ("number", "name", "sum", "product", "quotient", "negative", "power", "root", "call")
-_INFINITY = Formula("name", value="∞")
 _EMPTY = Formula("name", value="emptyset")
-_REALS = ("mathbb R",)
 
 
 def same_expression(found: str, answer: str, prompt: str = "") -> bool:
@@ -59,14 +62,48 @@ def same_expression(found: str, answer: str, prompt: str = "") -> bool:
         return True
     if len(found) > LONGEST_BARE:
         raise AnswerRefused(f"The final answer must be shorter than {LONGEST_BARE} characters.")
+    if based := in_base(answer):
+        return based == (in_base(found) or (found, based[1]))
+    if len(letters := letters_of(answer)) > 1:
+        given = letters_of(found)
+        ordered = list(letters) != sorted(letters)  # else the choices that are right
+        return given == letters if ordered else sorted(given) == sorted(letters)
+    found, answer = as_formula(found), as_formula(answer)
     if _is_text(answer):
-        return _letters(found) == _letters(answer)
+        return _letters(found) == _letters(answer) or _same_phrase(_read(found), _read(answer))
     if problem := _problem(found, answer):
         raise _refused(problem)
-    known, given = _read(answer), _read(found)
+    (given, ours), (known, theirs) = map(without_integer, (found, answer))
+    ours, theirs = ours or (theirs and _index(found)), theirs or (ours and _index(answer))
+    if ours and theirs:  # all solutions, one for each integer
+        found, answer = given, known
+    known = _read(answer)
+    given = _read(found) if known is None or names_of(known) else _read(_without_unit(found, prompt))
     if known is None or given is None:
         return _normalised(found) == _normalised(answer)
+    if ours and theirs:
+        given = _renamed(given, Formula("name", value=ours), Formula("name", value=theirs))
     return _Comparison(found, given, known, prompt).is_right()
+
+
+def _same_phrase(given: Formula | None, known: Formula | None) -> bool:
+    """Whether two answers say the same of a symbol: n is odd, odd n."""
+    return given is not None and known is not None and given.kind == "phrase" and key_of(given) == key_of(known)
+
+
+def _index(text: str) -> str:
+    """Returns the k of x = π/4 + kπ, which is understood to be any integer; "" if there is none."""
+    found = re.search(r"(?<![A-Za-z\\])[kmn](?![A-Za-z])", text.partition("=")[2])
+    return found[0] if found and re.search(r"\\pi|π|\\circ|°", text) else ""
+
+
+def _without_unit(text: str, prompt: str) -> str:
+    """Returns a text without a unit of one or a few letters behind a number, unless it is a symbol of the question."""
+    found = _LETTER_UNIT.fullmatch(text)
+    if not found or not is_unit(found[2]) or any(has_name(prompt, name) for name in found[2] if name.isalpha()):
+        return text
+    value = _read(found[1])
+    return found[1] if value is not None and is_constant(value) else text
 
 
 def _refused(left: str) -> AnswerRefused:
@@ -90,13 +127,14 @@ def _is_text(text: str) -> bool:
     return (
         letters.isalpha()
         and "\\" not in plain
-        and (plain != text or len(letters) > 3)
+        and (plain != text or len(letters) > 3 or re.fullmatch("[A-Z][a-z]{2}", text))
         and not _WORDS_OF_TEXT.search(plain)
     )
 
 
 def _letters(text: str) -> str:
-    return re.sub(r"[\s().,:'\"*-]", "", _WRAPPER.sub(r"\1", text)).casefold()
+    text = re.sub(r"\b(?:an?|the) (?!and |or )(?=[a-z]{3})", "", _WRAPPER.sub(r"\1", text))
+    return re.sub(r"[\s().,:'\"*-]", "", text).casefold()
 
 
 def _problem(found: str, answer: str) -> str:
@@ -130,16 +168,37 @@ def _read(text: str) -> Formula | None:
 
 
 def _multiplied(node: Formula) -> Formula:
-    """Returns a formula with the numbers before a matrix multiplied in."""
+    """Returns a formula with the numbers before a matrix multiplied in, and with a column for a row's transpose."""
     parts = tuple(map(_multiplied, node.parts))
     node = Formula(node.kind, parts, node.value)
+    if node.kind == "power" and parts[1].value in ("T", "top") and parts[0].kind in ("bracket", "matrix"):
+        rows = parts[0].value[0] if parts[0].kind == "matrix" else 1
+        return Formula("matrix", parts[0].parts, (len(parts[0].parts), 1)) if rows == 1 else node
     if node.kind not in ("product", "negative", "quotient") or [part.kind for part in parts].count("matrix") != 1:
         return node
     (matrix,) = (part for part in parts if part.kind == "matrix")
     if node.kind == "quotient" and parts[1] is matrix:
         return node
+    if node.kind == "product" and len(parts) == 2 and (cells := _shared_fraction(parts[0], matrix)):
+        return Formula("matrix", cells, matrix.value)
     cells = (Formula(node.kind, tuple(cell if part is matrix else part for part in parts)) for cell in matrix.parts)
     return Formula("matrix", tuple(cells), matrix.value)
+
+
+def _shared_fraction(factor: Formula, matrix: Formula) -> tuple[Formula, ...]:
+    """Returns the cells of a matrix of whole numbers behind a fraction in lowest terms that they have in common; () for
+    any other one."""
+    number, *cells = map(key_of, (factor, *matrix.parts))
+    if steps(factor) or any(key[0] != "number" for key in (number, *cells)):
+        return ()
+    below = number[1].denominator
+    if (
+        below == 1
+        or any(cell[1].denominator != 1 for cell in cells)
+        or gcd(below, *(int(cell[1]) for cell in cells)) != 1
+    ):
+        return ()
+    return tuple(Formula("number", value=number[1] * cell[1]) for cell in cells)
 
 
 def _is_name(node: Formula) -> bool:
@@ -195,15 +254,24 @@ class _Comparison:
     def is_right(self) -> bool:
         if not _is_solved(self.given, self.known):
             raise _refused("an equation is left")
-        if left := steps(_without_names(self.given)) - self._allowed():
+        left = steps(_without_names(self.given)) - self._allowed()
+        if any(step.startswith("a binom") for step in steps(self.known)):
+            left = {step for step in left if not step.startswith("a factorial of a symbol")}
+        if left:
             raise _refused(f"{min(left)} is left")
         if key_of(self.given) == key_of(self.known):
+            if SCALED_MATRIX.search(self.text) and repeats(self.prompt, self.text, self.given):
+                raise _refused("a product with a matrix")
             return True
         right = self._same_answers(self.given, self.known)
         same_form = key_of(_value_of(self.given)) == key_of(_value_of(self.known))
-        if right and not same_form and repeats(self.prompt, self.text, self.given):
+        if right and not same_form and (repeats(self.prompt, self.text, self.given) or self._restates()):
             raise _refused("an expression of the question")
         return right
+
+    def _restates(self) -> bool:
+        number, known = numeral(self.text), _value_of(self.known)
+        return number is not None and is_constant(known) and restates(self.prompt, number, None)
 
     def _allowed(self) -> set[str]:
         allowed = steps(self.known)
@@ -213,6 +281,8 @@ class _Comparison:
             allowed.add("an operation")
         if "a trigonometric function" in allowed:
             allowed.add("a root")
+        if "a logarithm" in allowed:
+            allowed |= {"a root", "abs"}
         if "an operation" in allowed:
             allowed.add("a union")
         return allowed
@@ -221,7 +291,7 @@ class _Comparison:
         """Compares whole answers: intervals in all their forms, lists of values with or without names, relations."""
         if _is_set_of_one(known) and known.parts[0] != _EMPTY:
             known, given = known.parts[0], given.parts[0] if _is_set_of_one(given) else given
-        ours, theirs = _intervals(given), _intervals(known)
+        ours, theirs = intervals_of(given), intervals_of(known)
         if ours and theirs and (given.kind, known.kind) != ("bracket", "bracket"):
             names = [name for name, _ in (ours, theirs) if name]
             return len(set(names)) < 2 and self._matched(ours[1], theirs[1])
@@ -250,6 +320,7 @@ class _Comparison:
         if len(known) == 1 and not (names or theirs):
             return around == expected and self._same(values[0], wanted[0])
         if distinct:
+            values, wanted = _by_letter(given), _by_letter(known)
             return "{}" not in (around, expected) and self._in_order(values, wanted)
         if {around, expected} <= {"", "{}"}:
             return self._matched(values, wanted)
@@ -308,25 +379,25 @@ class _Comparison:
             return self._same_congruence(given, known)
         if given.kind != known.kind or given.value != known.value or not given.parts:
             return False
-        unordered = given.kind in ("list", "cases") or given.value in ("{}", "∪", "∩")
+        unordered = given.kind in ("list", "cases", "logic") or given.value in ("{}", "∪", "∩")
         return (self._matched if unordered else self._in_order)(given.parts, known.parts)
 
     def _same_relation(self, given: Formula, known: Formula) -> bool:
-        if len(given.parts) == len(known.parts) == 2 and given.value[0] in _TURNED and known.value[0] in _TURNED:
+        if len(given.parts) == len(known.parts) == 2 and given.value[0] in TURNED and known.value[0] in TURNED:
             sides = [Formula("sum", (node.parts[0], Formula("negative", (node.parts[1],)))) for node in (given, known)]
             try:
                 sign = Values(*sides).proportional(*sides)
             except NoValue:
                 sign = None
             if sign is not None:
-                relation = given.value[0] if sign > 0 or not sign else _TURNED[given.value[0]]
+                relation = given.value[0] if sign > 0 or not sign else TURNED[given.value[0]]
                 equal = bool(sign) and relation == known.value[0]
                 if equal:
                     self._check_length(given, known)
                 return equal
         if given.value == known.value:
             return (self._matched if set(known.value) == {"="} else self._in_order)(given.parts, known.parts)
-        turned = tuple(_TURNED.get(one, "") for one in reversed(given.value))
+        turned = tuple(TURNED.get(one, "") for one in reversed(given.value))
         return turned == known.value and self._in_order(given.parts[::-1], known.parts)
 
     def _same_congruence(self, given: Formula, known: Formula) -> bool:
@@ -435,7 +506,7 @@ def _item(node: Formula) -> _Item | None:
     """Returns the name and the value that an equation gives it; None for other relations."""
     if node.kind != "relation":
         return _Item(None, node)
-    if set(node.value) - {"=", "∈"}:
+    if set(node.value) - {"=", "∈", "≡"}:
         return None
     *names, value = node.parts
     if len(names) == 1 and node.value == ("=",) and _is_name(value) and not _is_name(names[0]):
@@ -473,6 +544,14 @@ def _items(node: Formula) -> tuple[list[_Item], str] | None:
     return items, around
 
 
+def _by_letter(items: list[_Item]) -> list[Formula]:
+    """Returns values in the order of their names where these are neighbours in the alphabet, such as x, y and z."""
+    names = [str(item.name.value) if item.name and item.name.kind == "name" else "" for item in items]
+    if all(len(name) == 1 for name in names) and ord(max(names)) - ord(min(names)) < 4:
+        items = [item for _, item in sorted(zip(names, items, strict=True), key=lambda pair: pair[0])]
+    return [item.value for item in items]
+
+
 def _equations(node: Formula) -> list[Formula]:
     """Returns a = 1 and b = 1 for a = b = 1, and any other formula as it is."""
     *names, value = node.parts or (node,)
@@ -485,7 +564,7 @@ def _alternatives(node: Formula) -> list[Formula]:
     """Returns the two values of one with ±; the two points of one with ± in a coordinate."""
     found = sum(part.kind == "either" for part in node.all())
     point = node.kind == "bracket" and node.value == "()" and found == 1
-    if not found or not (point or node.kind in (*_SCALAR, "either")):
+    if not found or not (point or node.kind in (*_SCALAR, "either", "congruence")):
         return [node]
     return [_chosen(node, "±"), _chosen(node, "∓")]
 
@@ -493,107 +572,14 @@ def _alternatives(node: Formula) -> list[Formula]:
 def _chosen(node: Formula, positive: str) -> Formula:
     parts = tuple(_chosen(part, positive) for part in node.parts)
     if node.kind == "either":
-        return parts[0] if node.value == positive else Formula("negative", parts)
+        return parts[0] if node.value == positive else negated(parts[0])
     return Formula(node.kind, parts, node.value)
 
 
 def _conflict(given: Formula, known: Formula) -> bool:
     """Whether one list says "and" and the other "or", of what is not just values."""
     worded = any(
-        part.kind in ("phrase", "word") or (part.kind == "relation" and part.value != ("=",))
+        part.kind in ("phrase", "word", "list", "congruence") or (part.kind == "relation" and part.value != ("=",))
         for part in given.parts + known.parts
     )
     return worded and given.value != known.value and "," not in (given.value, known.value)
-
-
-def _intervals(node: Formula) -> tuple[str, list[Formula]] | None:
-    """Returns the symbol ("" if there is none) and the intervals and sets that it is in; None for anything else."""
-    if node.kind == "bracket" and _is_set_of_one(node) and node.parts[0].kind == "relation":
-        return _intervals_of_relation(node.parts[0])
-    if node.kind == "bracket":
-        return ("", [node]) if node.value == "{}" or len(node.parts) == 2 else None
-    if node.kind == "name" and node.value in _REALS:
-        return "", [_interval("(", Formula("negative", (_INFINITY,)), _INFINITY, ")")]
-    if node.kind == "relation":
-        return _intervals_of_relation(node)
-    if node.kind == "sets" and node.value == "∖" and len(node.parts) == 2 and _intervals(node.parts[0]):
-        whole, left = node.parts
-        if whole.kind == "name" and left.kind == "bracket" and left.value == "{}" and all(map(is_constant, left.parts)):
-            return "", _around(*left.parts)
-        return None
-    if (node.kind == "sets" and node.value == "∪") or node.kind == "list":
-        found = [_intervals(part) for part in node.parts]
-        if None in found or len({name for name, _ in found}) > 1:
-            return None
-        if node.kind == "list" and not all(part.kind == "relation" for part in node.parts):
-            return None
-        pieces = [piece for _, some in found for piece in some]
-        if node.kind == "list" and (node.value == "and" or (node.value == "," and _bounded(pieces))):
-            return (found[0][0], [_intersection(*pieces)]) if _bounded(pieces) else None
-        return found[0][0], pieces
-    return None
-
-
-def _interval(opened: str, low: Formula, high: Formula, closed: str) -> Formula:
-    return Formula("bracket", (low, high), opened + closed)
-
-
-def _around(*points: Formula) -> list[Formula]:
-    """Returns the intervals between numbers, in any order."""
-
-    def order(one: Formula, other: Formula) -> int:
-        try:
-            return Values(one, other).less(other, one) - Values(one, other).less(one, other)
-        except NoValue:
-            return 0
-
-    ends = [Formula("negative", (_INFINITY,)), *sorted(points, key=functools.cmp_to_key(order)), _INFINITY]
-    return [_interval("(", low, high, ")") for low, high in itertools.pairwise(ends)]
-
-
-def _intervals_of_relation(node: Formula) -> tuple[str, list[Formula]] | None:
-    sides, relations = node.parts, node.value
-    if relations[0] == "|":  # {x | 1 < x < 2}
-        found = _intervals_of_relation(Formula("relation", sides[1:], relations[1:])) if relations[1:] else None
-        return found if found and sides[0] == Formula("name", value=found[0]) else None
-    if relations == ("∈",) and sides[0].kind == "name":
-        found = _intervals(sides[1])
-        return (str(sides[0].value), found[1]) if found and not found[0] else None
-    if relations == ("≠",) and sides[0].kind == "name" and is_constant(sides[1]):
-        return str(sides[0].value), _around(sides[1])
-    if not set(relations) <= set(_INEQUALITIES) or len({_INEQUALITIES[one] for one in relations}) > 1:
-        return None
-    if _INEQUALITIES[relations[0]] == ">":
-        sides, relations = sides[::-1], tuple(_TURNED[one] for one in reversed(relations))
-    opened, closed = "(" if relations[0] == "<" else "[", ")" if relations[-1] == "<" else "]"
-    if len(sides) == 3 and sides[1].kind == "name":
-        return str(sides[1].value), [_interval(opened, sides[0], sides[2], closed)]
-    if len(sides) == 2 and sides[0].kind == "name" and sides[0] != _INFINITY and not _holds(sides[1], sides[0]):
-        return str(sides[0].value), [_interval("(", Formula("negative", (_INFINITY,)), sides[1], closed)]
-    if len(sides) == 2 and sides[1].kind == "name" and sides[1] != _INFINITY and not _holds(sides[0], sides[1]):
-        return str(sides[1].value), [_interval(opened, sides[0], _INFINITY, ")")]
-    return None
-
-
-def _holds(node: Formula, name: Formula) -> bool:
-    return str(name.value) in names_of(node)
-
-
-def _bounded(pieces: list[Formula]) -> bool:
-    """Whether two half-lines have an interval between two numbers in common."""
-    ends = [
-        tuple(part == _INFINITY or part == Formula("negative", (_INFINITY,)) for part in piece.parts)
-        for piece in pieces
-    ]
-    if sorted(ends) != [(False, True), (True, False)]:
-        return False
-    low, high = pieces[ends.index((False, True))].parts[0], pieces[ends.index((True, False))].parts[1]
-    try:
-        return not (is_constant(low) and is_constant(high)) or Values(low, high).less(low, high)
-    except NoValue:
-        return False
-
-
-def _intersection(one: Formula, other: Formula) -> Formula:
-    upward, downward = (one, other) if one.parts[1] == _INFINITY else (other, one)
-    return _interval(str(upward.value)[0], upward.parts[0], downward.parts[1], str(downward.value)[1])

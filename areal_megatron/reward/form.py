@@ -53,7 +53,7 @@ def key_of(node: Formula) -> Key:
 
 def _is_condition(node: Formula) -> bool:
     """Whether it matters if one of several or all of them hold."""
-    return node.kind in ("phrase", "word") or (node.kind == "relation" and node.value != ("=",))
+    return node.kind in ("phrase", "word", "list", "congruence") or (node.kind == "relation" and node.value != ("=",))
 
 
 def _relation_key(relation: str, left: Key, right: Key) -> Key:
@@ -142,7 +142,7 @@ def _steps_of(node: Formula) -> Iterator[str]:
     elif kind == "call":
         name = str(node.value)
         if name in ("factorial", "binom"):
-            yield f"a {name} of {key_of(parts[0])}"
+            yield f"a {name} of {'a number' if is_constant(parts[0]) else 'a symbol'} {key_of(parts[0])}"
         elif name.split()[0] not in _NO_STEPS:
             yield _FAMILIES.get(name, name)
             if name in ("ln", "log", "lg") and _is_known_logarithm(name, *parts):

@@ -7,6 +7,7 @@ text with anything that has no place in this grammar raises NotRead.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -101,15 +102,12 @@ class _Reader:
                 between.pop()
                 break
             parts.append(self.phrase())
-        if not between:
-            return parts[0]
-        explicit = {one for one in between if one != ","}
-        return Formula("list", tuple(parts), explicit.pop() if len(explicit) == 1 else "mixed" if explicit else ",")
+        return _listed(parts, between) if between else parts[0]
 
     def phrase(self) -> Formula:
         """Reads a formula, or words with formulas between them."""
         parts: list[Formula] = []
-        while self.next.kind not in ("separator", "end of text", ")", "]", "}", "\\}", "row", "&", "end"):
+        while self.next.kind not in _ENDS:
             if self.bars and self.next.kind == "|":
                 break
             if self.next.kind == "command" and self.next.text == "rangle":
@@ -122,7 +120,7 @@ class _Reader:
                 parts.append(self.relation())
         if not parts:
             raise NotRead("nothing where a formula was expected")
-        return parts[0] if len(parts) == 1 else Formula("phrase", tuple(parts))
+        return parts[0] if len(parts) == 1 else _phrase(parts)
 
     def relation(self) -> Formula:
         sides, relations = [], []
@@ -170,8 +168,12 @@ class _Reader:
     def sum(self) -> Formula:
         terms = [self.product()]
         while token := self.take("+", "-", "±", "∓"):
+            if token.kind == "-" and self.next.kind == "\\{":  # the set R - {1}
+                self.at -= 1
+                self.tokens[self.at] = Token("∖", at=token.at)
+                break
             term = self.product()
-            terms.append(term if token.kind == "+" else _negative(term) if token.kind == "-" else _either(term, token))
+            terms.append(term if token.kind == "+" else negated(term) if token.kind == "-" else _either(term, token))
         return terms[0] if len(terms) == 1 else Formula("sum", tuple(terms))
 
     def product(self) -> Formula:
@@ -198,14 +200,14 @@ class _Reader:
                 break
         result = _product(found)
         for token in reversed(signs):
-            result = result if token.kind == "+" else _negative(result) if token.kind == "-" else _either(result, token)
+            result = result if token.kind == "+" else negated(result) if token.kind == "-" else _either(result, token)
         return result
 
     def _signed_power(self) -> Formula:
         negative = False
         while token := self.take("-", "+"):
             negative ^= token.kind == "-"
-        return _negative(self.power()) if negative else self.power()
+        return negated(self.power()) if negative else self.power()
 
     def _begins_factor(self) -> bool:
         kind = self.next.kind
@@ -221,7 +223,7 @@ class _Reader:
             if self.take("^"):
                 if mark := self.take("'", "*", "+", "-"):
                     if mark.kind == "-" and self.next.kind in ("number", "name"):
-                        base = Formula("power", (base, _negative(self._argument())))
+                        base = Formula("power", (base, negated(self._argument())))
                         continue
                     base = _marked(base, mark.kind)
                     continue
@@ -239,19 +241,24 @@ class _Reader:
                 base = Formula("call", (base,), "degree")
             elif base.kind == "name" and self.take("'"):
                 base = _marked(base, "'")
-            elif self.next.kind == "(" and _is_function(base):
+            elif self.next.kind == "(" and (_is_function(base) or self._is_defined(base)):
                 base = Formula("applied", (base, self.atom()))
             elif base.kind in ("name", "command") and self.take("_"):
                 base = Formula(base.kind, base.parts, f"{base.value}_{_text_of(self._argument())}")
             else:
                 return base
 
+    def _is_defined(self, base: Formula) -> bool:
+        """Whether P(x) = follows, where P is any symbol at the beginning."""
+        kinds = [token.kind for token in self.tokens[self.at : self.at + 4]]
+        return base.kind == "name" and self.at == 1 and kinds == ["(", "name", ")", "relation"]
+
     def _argument(self) -> Formula:
         """Reads a group in braces, or the one atom that a command, ^ or _ takes."""
         if token := self.take("number"):
             return _number(token.text)
         if self.take("-"):
-            return _negative(self._argument())
+            return negated(self._argument())
         return self.atom()
 
     def _digit(self) -> Formula:
@@ -284,10 +291,6 @@ class _Reader:
             self.bars -= kind == "|"
             self.expect(kind)
             return Formula("call", (inner,), "abs" if kind == "|" else "norm")
-        if kind == "]":  # the French ]a, b[
-            inner = self.list()
-            self.expect("[")
-            return Formula("bracket", _parts_of_list(inner), "()")
         if kind in ("(", "[", "{", "\\{"):
             return self.bracket(kind)
         raise NotRead(f"{token.text or kind!r} where a value was expected")
@@ -312,30 +315,34 @@ class _Reader:
         if opened == "\\{" and self.take("\\}"):
             self.bars = bars
             return Formula("name", value="emptyset")
-        if opened == "\\{":
-            self._mark_condition()
-        inner = self.list()
+        inner = self._builder() if opened == "\\{" else self.list()
         closed = self.expect(*({"{": ("}",), "\\{": ("\\}",)}.get(opened, (")", "]")))).kind
         self.bars = bars
-        if opened == "{" or inner.kind == "matrix" or (opened + closed == "()" and inner.kind != "list"):
+        grouped = inner.kind != "list" or inner.value in ("and", "or")
+        if opened == "{" or inner.kind in ("matrix", "builder") or (opened + closed == "()" and grouped):
             return inner
-        if opened == "\\{" and inner.kind == "relation" and inner.value[0] == ":":
-            inner = Formula("relation", inner.parts, ("|", *inner.value[1:]))
         return Formula("bracket", _parts_of_list(inner), "{}" if opened == "\\{" else opened + closed)
 
-    def _mark_condition(self) -> None:
-        """Makes the one bar of {x | x > 0} a relation."""
+    def _builder(self) -> Formula:
+        """Reads what is between { and }: a list, or {x | x > 0}."""
         depth, bars = 0, []
         for at in range(self.at, len(self.tokens)):
-            kind = self.tokens[at].kind
+            kind, text = self.tokens[at].kind, self.tokens[at].text
             depth += kind in ("(", "[", "{", "\\{")
             depth -= kind in (")", "]", "}", "\\}")
             if depth < 0:
                 break
-            if kind == "|" and not depth:
-                bars.append(at)
-        if len(bars) == 1:
-            self.tokens[bars[0]] = Token("relation", "|", self.tokens[bars[0]].at)
+            if not depth and (kind == "|" or (kind == "relation" and text in (":", "|"))):
+                bars.append((kind == "|", text != ":", at))  # a colon is one before a bar
+        if not bars or (min(bars)[0] and len(bars) > 1) or self.next.kind == "number":
+            return self.list()
+        _, _, bar = min(bars)
+        self.tokens[bar] = Token("such that", at=self.tokens[bar].at)
+        of = self.list()
+        self.expect("such that")
+        if of.kind == "relation" and of.value == ("∈",) and of.parts[1].value == "mathbb R":
+            of = of.parts[0]
+        return Formula("builder", (of, self.list()))
 
     def function(self, name: str) -> Formula:
         if name == "log" and self.take("_"):
@@ -367,7 +374,7 @@ class _Reader:
             factors.append(self.power())
         while self.take("/"):
             factors = [Formula("quotient", (_product(factors), self.power()))]
-        return _negative(_product(factors)) if negative else _product(factors)
+        return negated(_product(factors)) if negative else _product(factors)
 
     def command(self, name: str) -> Formula:
         if name == "frac":
@@ -390,6 +397,8 @@ class _Reader:
             return Formula("call", (inner,), {"lfloor": "floor", "lceil": "ceil"}[name])
         if name in ("rangle", "rfloor", "rceil", "pmod", "bmod", "mod", "choose", "over", "right", "left"):
             raise NotRead(f"\\{name} in an unknown place")
+        if name == "hat" and self.next.kind == "{" and self.tokens[self.at + 1].text in ("i", "j", "k"):
+            return self._argument()
         if name in _STYLES:
             return Formula("name", value=f"{name} {_text_of(self._argument())}")
         if name in ("angle", "triangle"):
@@ -429,6 +438,7 @@ class _Reader:
         return Formula("call", (matrix,), "det") if name == "vmatrix" else matrix
 
 
+_ENDS = ("separator", "end of text", ")", "]", "}", "\\}", "row", "&", "end", "such that")
 _STYLES = words("mathbb mathcal mathfrak mathscr vec hat bar overline overrightarrow widehat tilde dot underline")
 _ENVIRONMENTS = words("pmatrix bmatrix matrix smallmatrix vmatrix Bmatrix cases aligned array")
 _GREEK = words(
@@ -449,6 +459,85 @@ def _case(row: list[Formula]) -> Formula:
 _IF = [Formula("word", value=word) for word in ("if", "when", "for", "where")]
 
 
+def _phrase(parts: list[Formula]) -> Formula:
+    """Returns words and formulas in the one order for "n is odd" and "odd n", without articles and "is"."""
+    words = {part.value for part in parts if part.kind == "word"}
+    least = {"integer", "number"} if words & {"odd", "even", "prime", "composite"} else set()
+    least |= {"is", "are", "an", "the"}
+    parts = [part for part in parts if part.kind != "word" or part.value not in least] or parts
+    if parts[-1].kind == "name" and all(part.kind == "word" and part.value != "all" for part in parts[:-1]):
+        parts = [parts[-1], *parts[:-1]]
+    return parts[0] if len(parts) == 1 else Formula("phrase", tuple(parts))
+
+
+def _listed(parts: list[Formula], between: list[str]) -> Formula:
+    """Returns the list of parts with these separators between them: a list of congruences if the last one has the
+    modulus of all, a list of tuples for x = 1, y = 2 or x = 2, y = 1."""
+    if parts[0].value == ("≠",) and not any(part.kind == "relation" for part in parts[1:]):  # x ≠ 1, 2
+        others = (Formula("relation", (parts[0].parts[0], part), ("≠",)) for part in parts[1:])
+        return Formula("list", (parts[0], *others), ",")
+    symbols = set(between) & {"∨", "∧"}
+    if symbols and not all(part.kind in ("relation", "number") for part in parts):
+        if symbols != set(between):
+            raise NotRead("∨ or ∧ in a list")
+        return _parted(parts, between, "∨") or _parted(parts, between, "∧")
+    between = [{"∨": "or", "∧": "and"}.get(one, one) for one in between]
+    for loose in ("or", ";"):
+        if loose in between and (len(set(between)) > 1 or loose == "or"):
+            groups = _parted(parts, between, loose).parts
+            points = [_point(part) for part in groups]
+            if None not in points and len({point.parts[0] for point in points}) == 1:
+                return Formula("list", tuple(points), ",")
+            if loose == ";":
+                return Formula("list", tuple(Formula("bracket", _parts_of_list(part), "()") for part in groups), ",")
+    if parts[-1].kind == "congruence" and (residues := _residues(parts)):
+        return Formula("list", residues, ",")
+    explicit = set(between) - {",", ";"}
+    conditions = [part.parts[0] for part in parts if part.kind == "relation" and part.value != ("=",)]
+    if explicit == {"and"} and len(set(conditions)) == len(parts):  # of several symbols
+        explicit = set()
+    return Formula("list", tuple(parts), explicit.pop() if len(explicit) == 1 else "mixed" if explicit else ",")
+
+
+def _parted(parts: list[Formula], between: list[str], loose: str) -> Formula | None:
+    """Returns what is between the loosest separators."""
+    places = [0, *(at + 1 for at, one in enumerate(between) if one == loose), len(parts)]
+    if len(places) == 2:
+        return Formula("logic", tuple(parts), between[0]) if len(set(between)) == 1 else None
+    groups = [
+        parts[low] if high - low == 1 else Formula("logic", tuple(parts[low:high]), between[low])
+        for low, high in itertools.pairwise(places)
+    ]
+    return Formula("logic", tuple(groups), loose)
+
+
+def _point(group: Formula) -> Formula | None:
+    """Returns (x, y) = (1, 2) for x = 1, y = 2, also from x = y = 1; None for what is no such group."""
+    pairs = []
+    for part in group.parts if group.kind == "logic" else (group,):
+        if part.kind != "relation" or set(part.value) != {"="} or any(side.kind != "name" for side in part.parts[:-1]):
+            return None
+        pairs += [(name, part.parts[-1]) for name in part.parts[:-1]]
+    if len(pairs) == 1:
+        return None
+    names, values = zip(*sorted(pairs, key=lambda pair: str(pair[0].value)), strict=True)
+    return Formula("relation", (Formula("bracket", names, "()"), Formula("bracket", values, "()")), ("=",))
+
+
+def _residues(parts: list[Formula]) -> tuple[Formula, ...] | None:
+    """Returns a congruence for each of n ≡ 0, 1 (mod 4), also with n or the modulus at each; None for other lists."""
+    modulus, found = parts[-1].parts[-1], []
+    for part in parts:
+        if part.kind == "congruence" and part.parts[-1] != modulus:
+            return None
+        sides = part.parts[:-1] if part.kind == "congruence" else part.parts if part.kind == "relation" else (part,)
+        name = sides[0] if len(sides) == 2 else found[0].parts[0] if found and len(found[0].parts) == 3 else None
+        if len(sides) > 2 or (part.kind == "relation" and part.value != ("≡",)):
+            return None
+        found.append(Formula("congruence", (*((name,) if name else ()), sides[-1], modulus), ("≡",) if name else ()))
+    return tuple(found)
+
+
 def _number(text: str) -> Formula:
     known = numeral(text)
     if known is None:
@@ -456,7 +545,8 @@ def _number(text: str) -> Formula:
     return Formula("number", value=known.value)
 
 
-def _negative(node: Formula) -> Formula:
+def negated(node: Formula) -> Formula:
+    """Returns a formula with the other sign."""
     if node.kind == "number":
         return Formula("number", value=-node.value)
     return node.parts[0] if node.kind == "negative" else Formula("negative", (node,))
@@ -495,7 +585,7 @@ def _text_of(node: Formula) -> str:
 
 
 def _parts_of_list(node: Formula) -> tuple[Formula, ...]:
-    return node.parts if node.kind == "list" else (node,)
+    return node.parts if node.kind in ("list", "logic") else (node,)
 
 
 def _derivative_or_quotient(top: Formula, bottom: Formula) -> Formula:

@@ -14,7 +14,9 @@ from fractions import Fraction
 from areal_megatron.data.boxed import BOX, last_boxed
 from areal_megatron.json_input import parse_json
 from areal_megatron.reward.no_score import AnswerRefused
+from areal_megatron.reward.notation import numbers_in, restates
 from areal_megatron.reward.numeral import LONGEST, Numeral, bare, numeral
+from areal_megatron.reward.wording import halves_of_day
 
 _SAYS = re.compile(r"####|<answer>|(?i:answers?+\s*+(?:is|are|:|=))")
 _SAID = re.compile(r"[\s:*]*+(?:\$([^$\n]++)\$|\\\(([^\n]*?)\\\)|([^\n]*?)(?:\.?$|\.\s|\s\(|\n|</answer>))")
@@ -31,9 +33,7 @@ _OTHER_NUMBER = re.compile(
 _SYMBOL = re.compile(r"(?:[A-Za-z]|\\[A-Za-z]+)(?:_(?:[A-Za-z0-9]|\{[A-Za-z0-9]+\}))?")
 _LINE = re.compile("[A-Z]{2,4}")
 _VALUE_OF_FUNCTION = re.compile(r"[A-Za-z]\([^()]*\)")
-_HALF_OF_DAY = re.compile(r"(?<![A-Za-z])([ap])\.? ?m(?![A-Za-z])", re.IGNORECASE)
 _PERCENT = re.compile("percent|%", re.IGNORECASE)
-_PERCENTAGE = re.compile(r"(?<![0-9.])([0-9]{1,9}(?:\.[0-9]{1,9})?)(?![0-9.])\$? ?(?:\\?%|percent)", re.IGNORECASE)
 _TAIL = 2 * LONGEST
 """How many of the last characters of a response are searched for an answer without a box."""
 
@@ -69,6 +69,8 @@ def right_answers(answer: str) -> list[str]:
 
 
 def _equal(found: str, answer: str, prompt: str) -> bool:
+    if len(halves_of_day(found) | halves_of_day(answer)) > 1:
+        return False
     known = numeral(answer) if answer.count("=") < 2 else None  # a = b = 1 is more than a number
     if known is None:
         from areal_megatron.reward.expression import same_expression  # mpmath takes a while to import
@@ -83,16 +85,18 @@ def _equal(found: str, answer: str, prompt: str) -> bool:
         raise AnswerRefused("The final answer must be worked out: a fraction in lowest terms, or a decimal.")
     if _named_otherwise(found, answer):
         return False
-    return number.answers(known) or (number.percent and _percent_of(prompt, number) == known.value)
+    right = number.answers(known) or (number.percent and _percent_of(prompt, number) == known.value)
+    if right and restates(prompt, number, known):
+        raise AnswerRefused("The final answer must be written as the question asks for.")
+    return right
 
 
 def _named_otherwise(found: str, answer: str) -> bool:
     """Whether two answers name two symbols, x and y, two lines, AB and AC, two values of a function, or only one of
-    them an absolute value; or whether one is a time before noon and the other one after it."""
-    halves = {half[1].lower() for text in (found, answer) for half in _HALF_OF_DAY.finditer(text)}
+    them an absolute value."""
     name, other = (bare(text).rpartition("=")[0].replace(" ", "") for text in (found, answer))
     if not (name and other) or name == other:
-        return len(halves) > 1
+        return False
     if "|" in name + other:
         return True
     if _LINE.fullmatch(name) and _LINE.fullmatch(other):
@@ -104,8 +108,7 @@ def _percent_of(prompt: str, number: Numeral) -> Fraction | None:
     """Returns the 50 of 50% where a question asks for a percentage, but does not itself hold this one; else None."""
     if not _PERCENT.search(prompt):
         return None
-    held = (Fraction(found[1]) for found in _PERCENTAGE.finditer(prompt))
-    return None if number.value in held else number.value
+    return None if any(other.percent and other.value == number.value for other in numbers_in(prompt)) else number.value
 
 
 def final_answer(response: str) -> str | None:

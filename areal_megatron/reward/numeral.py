@@ -25,7 +25,8 @@ _UNICODE = str.maketrans(
     {"−": "-", "–": "-", "⁄": "/", "½": r"\frac{1}{2}", "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}", "¼": r"\frac{1}{4}"}
     | {"¾": r"\frac{3}{4}"}
 )
-_OVER = re.compile(r"\{([^{}]*?)\\over(?![A-Za-z]) ?([^{}]*)\}")
+_OVER = re.compile(r"\{([^{}]*?)\\(over|choose)(?![A-Za-z]) ?([^{}]*)\}")
+_STACKED = {"over": "frac", "choose": "binom"}
 _FRACTION = re.compile(r"\\(?:[dtc]|nice|s)frac(?![A-Za-z])")
 _NESTED = re.compile(r"(?<!\\)\{ ?\{([^{}\\]*)\} ?\}")
 _BRACED = re.compile(r"(?<![A-Za-z0-9}^_\]\\])\{([0-9.]+)\}(?![0-9.{])")
@@ -38,7 +39,14 @@ _WRAPPED = re.compile(
     re.DOTALL,
 )
 
-_EMPTY = re.compile(r"(?:^|(?<=[0-9)}]))\{ ?\}")
+_EMPTY = re.compile(r"(?:^|(?<=[0-9)}]))\^?\{ ?\}")
+_SIGN = re.compile(r"(?<![\^_A-Za-z])\{ ?([:=<>]) ?\}")
+"""A sign in braces, which only change the space around it, as in 3{:}30."""
+_EVIDENT = re.compile(
+    r"(?<![0-9.])([0-9]*\.[0-9]{0,12}?)(?:([0-9])\2{2,40}|([0-9]{2,6})\3{1,12}) ?"
+    r"(?:\\(?:ldots|dots|cdots)(?![A-Za-z])|\.\.\.|…)(?! ?[0-9A-Za-z\\{(^])"
+)
+"""A decimal that goes on and shows what repeats: one digit three times, or several twice, as in 0.1666… and 0.2727…"""
 _BRACKETED = re.compile(
     r"([-+]?) ?\( ?((?:[^(), ]|(?<![0-9]) | (?![0-9]))++)\)((?: ?(?:\\(?!frac)|[^0-9 .\\(eE])[^()]*)?)", re.DOTALL
 )
@@ -64,9 +72,24 @@ _NUMBER = re.compile(
     r")(?: ?_ ?\{? ?(?P<base>[0-9]+) ?\}?)?"
 )
 
+_TENS = re.compile(r"^([-+]?) ?10 ?(?=(?:\^|\*\*) ?[{(]? ?[-+]?[0-9])")
+"""10^3, which is 1 · 10^3."""
+_ZEROS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_SCALE = re.compile(
+    rf"(?<=[0-9]) ?((?:\\(?:text|textrm|mathrm|mbox) ?\{{)?) ?({'|'.join(_ZEROS)})(?![A-Za-z])", re.IGNORECASE
+)
+_BASES = re.findall(
+    "[a-z]+", "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
+)
+_BASE = re.compile(
+    r"(?:\\(?:text|mathrm) ?\{)?\(?([0-9]+|[0-9A-F]+)\)?\}? ?"
+    r"(?:_ ?\{? ?(?:\\(?:text|textrm|mathrm) ?\{)?|(?:\\(?:text|textrm|mathrm) ?\{)?(?=[ (]*(?:in )?base))"
+    r"[ (]*(?:(?:in )?base[ -]*\}? ?)?([0-9]{1,2}|[a-z]+)[)} ]*"
+)
+
 _UNIT = re.compile(
     r" ?(?:(?P<percent>\\?%)|(?P<degree>\^ ?\{? ?\\circ ?\}?|°|\\degree(?![A-Za-z]))"
-    r"|\\(?:text|textrm|textbf|mathrm|mathbf|mbox|rm|operatorname) ?\{(?P<text>[^{}]*)\}"
+    r"|\\(?:text|textrm|textbf|mathrm|mathbf|mbox|rm|operatorname) ?\{(?P<text>[^{}]*(?:\^ ?\{-?[1-4]\}[^{}]*)*)\}"
     r"|\^ ?\{? ?(?:\\(?:text|textrm|mathrm) ?\{ ?)?(?P<ordinal>st|nd|rd|th)(?: ?\})*"
     r"|(?P<word>[A-Za-zµ]+|¢)|(?P<power>\^ ?\{? ?-?[1-4] ?\}?|[²³])|(?P<sign>[/·]|\\cdot(?![A-Za-z])))"
 )
@@ -81,7 +104,7 @@ def words(text: str) -> frozenset[str]:
 
 _SHORT_UNITS = words(
     "m g s h L C F K V W A N J Hz Pa cm mm km nm kg mg ml mL dm in ft yd mi lb oz hr am pm st nd rd th of gm sq "
-    "cu cc mA kV kW kJ ms kN"
+    "cu cc ¢ mA kV kW kJ ms kN"
 )
 _NO_UNITS = words(
     "or and to not is are was nor maybe perhaps possibly either but then if else than about approximately approx "
@@ -90,7 +113,8 @@ _NO_UNITS = words(
     "twice double triple root log ln exp sin cos tan sec csc cot max gcd lcm pi zero one two three four five six "
     "seven eight nine ten eleven twelve wrong incorrect otherwise undefined none no any all other also "
     "when whenever where unless only while until because since given provided providing with without such even odd "
-    "for every both whose which that"
+    "for every both whose which that tenth tenths hundredth hundredths thousandth thousandths millionth millionths "
+    "billionth billionths"
 )
 
 
@@ -105,10 +129,17 @@ class Numeral:
     percent: bool = False
     base: int | None = None
     """The base that is written behind it; its value is that of its digits in base ten all the same."""
+    notation: str = "decimal"
+    """decimal (also a whole number), fraction, mixed, scientific, scaled (5 million) or percent."""
+
+    @property
+    def amount(self) -> Fraction:
+        """What it stands for: of 7% it is 7/100."""
+        return self.value / 100 if self.percent else self.value
 
     def answers(self, known: Numeral) -> bool:
         """Whether it is the number `known`, whose unit it may leave out; 7% is 0.07, but for 70% also 70 is right."""
-        if self.base is not None and self.base != known.base:
+        if self.base is not None and self.base != (known.base or 10):
             return False
         if self.percent and not known.percent:
             return self.value == 100 * known.value
@@ -123,7 +154,10 @@ def bare(text: str) -> str:
     if len(text) > LONGEST_BARE:
         return text
     text = _FORMATTING.sub("", text.replace("{,}", ",").translate(_UNICODE))
-    text = _FRACTION.sub(r"\\frac", _OVER.sub(r"\\frac{\1}{\2}", _SPACE.sub(" ", _EMPTY.sub("", text)))).strip()
+    text = _OVER.sub(
+        lambda found: f"\\{_STACKED[found[2]]}{{{found[1]}}}{{{found[3]}}}", _SPACE.sub(" ", _EMPTY.sub("", text))
+    )
+    text = _SIGN.sub(r"\1", _EVIDENT.sub(r"\1\\overline{\2\3}", _FRACTION.sub(r"\\frac", text))).strip()
     text = _BRACED.sub(r"\1", _NESTED.sub(r"{\1}", text)).removeprefix("=").removesuffix("\\\\").strip()
     while True:
         inner = text[:-1].rstrip() if text.endswith(".") and not text.endswith("..") else text
@@ -151,12 +185,30 @@ def numeral(text: str) -> Numeral | None:
         text = "".join(bracketed.groups())
     if "." in text and (period := _PERIOD.search(text)):
         text = f"{text[: period.start()]}\\overline{{{''.join(filter(None, period.groups()))}}}"
-    found = _NUMBER.match(text)
-    unit = found and _unit(text[found.end() :])
-    if not found or unit is None:
+    if based := in_base(text):
+        text = "{}_{{{}}}".format(*based)
+    text, scaled = _SCALE.subn(lambda found: f" \\times 10^{{{_ZEROS[found[2].lower()]}}} {found[1]}", text, 1)
+    found = _NUMBER.match(_TENS.sub(r"\1 1 \\times 10", text))
+    unit = found and _unit(found.string[found.end() :])
+    if not found or unit is None or not (number := _value(found)):
         return None
-    number = _value(found)
-    return number and Numeral(*number, percent="%" in unit, base=int(found["base"]) if found["base"] else None)
+    value, simple = number
+    base = int(found["base"]) if found["base"] else None
+    notation = "percent" if unit == "%" else "scaled" if scaled else _notation(found)
+    return Numeral(value, simple or bool(scaled), "%" in unit, base, notation)
+
+
+def _notation(found: re.Match[str]) -> str:
+    kinds = {"mixed": "mixed", "mixed2": "mixed", "top": "fraction", "top1": "fraction", "top2": "fraction"}
+    kinds |= {"power": "scientific", "power2": "scientific"}
+    return next((kind for group, kind in kinds.items() if found[group] is not None), "decimal")
+
+
+def in_base(text: str) -> tuple[str, int] | None:
+    """Returns the digits and the base of a text such as 101_{\\text{two}}, (2B)_{16} or 101 (base 2); else None."""
+    found = _BASE.fullmatch(text)
+    base = found and (int(found[2]) if found[2].isdigit() else _BASES.index(found[2]) if found[2] in _BASES else 0)
+    return (found[1], base) if found and base and 1 < base <= 36 else None
 
 
 _NAME = (

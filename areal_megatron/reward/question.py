@@ -9,15 +9,15 @@ from collections.abc import Iterator
 
 from areal_megatron.reward.form import Key, has_operation, key_of
 from areal_megatron.reward.formula import Formula, read
+from areal_megatron.reward.notation import FORMULA, LONGEST_PROMPT
 from areal_megatron.reward.numeral import bare, words
 from areal_megatron.reward.tokens import NotRead
 
-_LONGEST = 20_000
-"""How many of the last characters of a prompt are searched."""
 _MOST_FORMULAS = 200
 _LONGEST_FORMULA = 300
 
-_FORMULA = re.compile(r"\$\$?([^$]{1,300})\$|\\\(([^\n]{1,300}?)\\\)|\\\[(.{1,300}?)\\\]", re.DOTALL)
+SCALED_MATRIX = re.compile(r"[0-9}] ?[(\[]? ?\\begin ?\{[a-zB]*matrix")
+"""A fraction before a matrix."""
 _PLAIN_WORD = re.compile(r"[A-Za-z'’-]{2,}[.,:;?!]*|[aAI]")
 _FUNCTIONS = words("sin cos tan ln log exp sqrt pi")
 _NOUN = r"(?<!\ba )(?<!the )(?<!scale )(?<!common )(?<!growth )(?<!what )(?<!this )"
@@ -38,18 +38,24 @@ _OPERATIONS = {
 
 def asked_for(prompt: str) -> set[str]:
     """Returns the forms that a question asks for: product, sum, quotient, nothing to combine, no root below."""
-    prompt = prompt[-_LONGEST:]
+    prompt = prompt[-LONGEST_PROMPT:]
     return {shape for shape, phrase in _OPERATIONS.items() if phrase.search(prompt)}
+
+
+def has_name(prompt: str, name: str) -> bool:
+    """Whether a formula of a question has a symbol of one letter."""
+    texts = (text for text in itertools.islice(FORMULA.finditer(prompt[-LONGEST_PROMPT:]), _MOST_FORMULAS))
+    return any(re.search(rf"(?<![A-Za-z\\]){name}(?![A-Za-z])", text[0]) for text in texts)
 
 
 def repeats(prompt: str, text: str, node: Formula | None) -> bool:
     """Whether a question holds a formula, as it is written or with its terms in another order."""
-    if node is not None and not has_operation(node):
+    if node is not None and not has_operation(node) and not SCALED_MATRIX.search(text):
         return False
     compact, _ = _compact(text)
-    if len(compact) > 2 and _holds(*_compact_prompt(prompt[-_LONGEST:]), compact):
+    if len(compact) > 2 and _holds(*_compact_prompt(prompt[-LONGEST_PROMPT:]), compact):
         return True
-    return node is not None and key_of(node) in formulas_in(prompt[-_LONGEST:])
+    return node is not None and key_of(node) in formulas_in(prompt[-LONGEST_PROMPT:])
 
 
 def _holds(prompt: str, gaps: frozenset[int], text: str) -> bool:
@@ -94,10 +100,10 @@ def formulas_in(prompt: str) -> frozenset[Key]:
 
 def _texts(prompt: str) -> Iterator[str]:
     """Yields what stands between signs of formulas, then what could be formulas without them."""
-    for formula in _FORMULA.finditer(prompt):
+    for formula in FORMULA.finditer(prompt):
         yield next(group for group in formula.groups() if group is not None).strip(" .,")
     run: list[str] = []
-    for token in [*_FORMULA.sub(" the ", prompt).split(), "the"]:
+    for token in [*FORMULA.sub(" the ", prompt).split(), "the"]:
         if _PLAIN_WORD.fullmatch(token) and token.strip(".,:;?!") not in _FUNCTIONS:
             text = " ".join(run).strip(" .,:;?!")
             if 2 < len(text) <= _LONGEST_FORMULA:

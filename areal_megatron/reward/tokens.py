@@ -47,7 +47,7 @@ _CHARACTERS = str.maketrans(
         character: f"{text} "
         for character, text in _table(
             r"× \times · \cdot ⋅ \cdot ∙ \cdot ÷ \div − - – - π \pi ∞ \infty ∈ \in ∪ \cup ∩ \cap ± \pm ∓ \mp "
-            r"√ \sqrt ≤ \le ≥ \ge ≠ \ne ≡ \equiv ≈ \approx ∅ \emptyset ² ^{2} ³ ^{3} "
+            r"√ \sqrt ≤ \le ≥ \ge ≠ \ne ≡ \equiv ≈ \approx ∅ \emptyset ¬ \neg ∨ \lor ∧ \land ² ^{2} ³ ^{3} "
             r"ℝ \mathbb{R} ℤ \mathbb{Z} ℕ \mathbb{N} ℚ \mathbb{Q} "
             r"α \alpha β \beta γ \gamma δ \delta ε \epsilon θ \theta λ \lambda μ \mu ρ \rho σ \sigma τ \tau φ \phi "
             r"ψ \psi ω \omega"
@@ -59,7 +59,7 @@ _RELATIONS = _table(
     ": : colon : mid | nmid ∤ to → rightarrow → longrightarrow → mapsto → implies ⇒ Rightarrow ⇒ iff ⇔ "
     "Leftrightarrow ⇔ subset ⊂ subseteq ⊆ perp ⊥ parallel ∥ cong ≅ propto ∝"
 )
-_SEPARATORS = _table("lor or vee or or or land and wedge and and and")
+_SEPARATORS = _table("lor ∨ vee ∨ or or land ∧ wedge ∧ and and")
 _OPERATIONS = _table(
     r"cdot * times * ast * div / pm ± mp ∓ cup ∪ bigcup ∪ cap ∩ setminus ∖ backslash ∖ lbrace \{ rbrace \} vert | "
     r"lvert | rvert | Vert \| lVert \| rVert \| lbrack [ rbrack ] prime '"
@@ -68,7 +68,10 @@ _CONSTANTS = _table("pi π infty ∞ infinity ∞ inf ∞ oo ∞ varnothing empt
 _ALIASES = _table(
     "asin arcsin acos arccos atan arctan cosec csc ctg cot tg tan dfrac frac tfrac frac cfrac frac tbinom binom "
     "dbinom binom varepsilon epsilon varphi phi vartheta theta varrho rho Bbb mathbb "
-    "bar overline overrightarrow vec"
+    "bar overline overrightarrow vec "
+    "hours hour hrs hour hr hour minutes minute mins minute seconds second secs second feet foot every all any all "
+    "integers integer numbers number reals real primes prime solutions solution when if whenever if else otherwise "
+    "lnot neg"
 )
 _FUNCTIONS = words(
     "sin cos tan sec csc cot arcsin arccos arctan sinh cosh tanh ln log lg exp max min gcd lcm det abs floor ceil arg "
@@ -83,6 +86,12 @@ _MODULUS = re.compile(
 )
 """(mod 4), (\\text{mod } 4)."""
 _SYSTEM = re.compile(r"^\\\{ ?\\begin ?\{(array|aligned)\} ?(?:\{[lcr|]*\})?(.*)\\end ?\{\1\} ?\.?$", re.DOTALL)
+_COMPOUND = re.compile(
+    r"\b(hours?|hrs?|minutes?|feet|foot|dollars?|pounds?|degrees|days?|weeks?|years?)(\}?,? ?)"
+    r"(?:(\\text ?\{) ?)?and (?=\}? ?[0-9])"
+)
+"""In "1 hour and 20 minutes", which is "1 hour 20 minutes"."""
+_FRENCH = re.compile(r"([\[\]])([^\[\]()]{1,99}?,[^\[\]()]{1,99}?)([\[\]])")
 _THOUSANDS = re.compile(r"(?<=[0-9])(?:\{,\}|,\\!)(?=[0-9]{3}(?![0-9]))")
 _AMBIGUOUS = re.compile(r"(?<=[0-9]),0[0-9]{2}(?![0-9.])")
 """In (1,000) a second element, or three digits of the first one."""
@@ -97,6 +106,9 @@ def prepared(text: str) -> str:
     if re.fullmatch(r"<[^<>=]*,[^<>=]*>", text):
         text = f"\\langle {text[1:-1]} \\rangle"
     text = _SYSTEM.sub(r"\\begin{cases}\2\\end{cases}", text)
+    text = _COMPOUND.sub(r"\1\2\3", text)
+    if text.count("[") + text.count("]") > 1:  # ]a, b[ is (a, b)
+        text = _FRENCH.sub(lambda found: f"{'(['[found[1] == '[']}{found[2]}{')]'[found[3] == ']']}", text)
     return _MODULUS.sub(r"\\pmod{\1\2}", _THOUSANDS.sub("", text.translate(_CHARACTERS)))
 
 
@@ -137,11 +149,11 @@ def _tokens_of(found: re.Match[str], last: Token | None) -> Iterator[Token]:
     elif found["command"]:
         yield _command(found["command"], at)
     elif found["letters"]:
-        yield from _letters(found["letters"], at, last)
+        yield from _letters(found, at, last)
     elif found["escaped"]:
         yield Token("%" if found["escaped"] == "%" else f"\\{found['escaped']}", at=at)
     elif found["other"] in ",;":
-        yield Token("separator", ",", at)
+        yield Token("separator", found["other"], at)
     elif found["other"] in _RELATIONS:
         yield Token("relation", _RELATIONS[found["other"]], at)
     else:
@@ -170,29 +182,34 @@ def _word(text: str, at: int) -> Token:
         return Token("separator", _SEPARATORS[text], at)
     if text in _FUNCTIONS:
         return Token("function", text, at)
-    return Token("word", text, at)
+    return Token("relation", ":", at) if text == "to" else Token("word", text, at)
 
 
 def _tokens_of_text(text: str, at: int, after_value: bool) -> Iterator[Token]:
     """Yields the words of \\text{…}; a letter alone is a name, but behind a value a unit."""
     pieces = re.findall(r"[A-Za-z]+(?:-[A-Za-z]{2,})*|[0-9]+(?:\.[0-9]+)?|[^A-Za-z0-9\s]", text)
-    for piece in pieces:
+    for piece, following in zip(pieces, [*pieces[1:], ""], strict=False):
+        if piece == "a" and len(following) > 2 and following.isalpha() and following not in _SEPARATORS:
+            continue
         if piece[0].isdigit():
             yield Token("number", piece, at)
         elif piece[0].isalpha():
             is_unit = after_value and len(pieces) == 1
+            piece = "minute" if is_unit and piece == "min" else piece
             yield Token("name", piece, at) if len(piece) == 1 and not is_unit else _word(piece, at)
         elif piece in ",;":
-            yield Token("separator", ",", at)
+            yield Token("separator", piece, at)
         elif piece in _RELATIONS:
             yield Token("relation", _RELATIONS[piece], at)
         elif piece not in ".'\"’$":
             yield Token(piece, at=at)
 
 
-def _letters(run: str, at: int, last: Token | None) -> Iterator[Token]:
+def _letters(found: re.Match[str], at: int, last: Token | None) -> Iterator[Token]:
     """Yields a function, a word, or a product of symbols for a run of letters without a backslash."""
+    run = found["letters"]
     lower = run.casefold()
+    is_factor = len(run) == 2 and found.string[found.end() :][:1] in tuple("+-*/^=")  # at+b
     if run in _CONSTANTS or lower in ("infinity", "inf"):
         yield Token("name", _CONSTANTS[lower], at)
     elif _ALIASES.get(run, run) in _FUNCTIONS:
@@ -201,7 +218,7 @@ def _letters(run: str, at: int, last: Token | None) -> Iterator[Token]:
         yield Token("command", run, at)
     elif lower in _SEPARATORS:
         yield Token("separator", _SEPARATORS[lower], at)
-    elif lower in _SHORT_WORDS or (len(run) > 3 and re.search("[aeiou]", lower)):
+    elif (lower in _SHORT_WORDS and not is_factor) or (len(run) > 3 and re.search("[aeiou]", lower)):
         if last and last.kind == "_":
             yield Token("name", run, at)
         else:

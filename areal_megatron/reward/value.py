@@ -49,15 +49,17 @@ class Values:
         self._largest = self.context.mpf(0)
 
     def same(self, one: Formula, other: Formula) -> bool:
-        """Whether two formulas are equal wherever both are real, or if that is nowhere, wherever they have values.
+        """Whether two formulas are equal wherever both are real, or if that is nowhere, wherever they have values. If
+        only one has an absolute value, they must also be real at the same points: ln |x| is not ln x.
 
         Raises NoValue.
         """
         real, complex_ = [], []
+        absolute = _has_absolute(one) != _has_absolute(other)
         for point in self.points:
             if pair := self._pair(one, other, point):
                 equal, are_real = self._equal(*pair), all(map(_is_real, pair))
-                if are_real and not equal:
+                if (are_real and not equal) or (absolute and not are_real and any(map(_is_real, pair))):
                     return False
                 (real if are_real else complex_).append(equal)
         found = real or complex_
@@ -77,10 +79,12 @@ class Values:
 
         Raises NoValue.
         """
-        first, sign = None, 0
-        found = 0
+        first, sign, found = None, 0, 0
+        absolute = _has_absolute(one) != _has_absolute(other)
         for point in self.points:
             pair = self._pair(one, other, point)
+            if pair and absolute and len(set(map(_is_real, pair))) > 1:
+                return 0
             if not pair or not all(map(_is_real, pair)):
                 continue
             a, b = pair
@@ -229,8 +233,10 @@ class Values:
         if name == "abs":
             return abs(values[0])
         if name == "factorial":
-            if not (exact and values[0].denominator == 1 and 0 <= values[0] <= _MOST_FACTORIAL):
+            if not exact or values[0] > _MOST_FACTORIAL:
                 raise NoValue("a factorial")
+            if values[0].denominator != 1 or values[0] < 0:
+                raise _Undefined
             return self._bounded(Fraction(math.factorial(int(values[0]))))
         if name == "binom":
             return self._binomial(*values)
@@ -255,13 +261,10 @@ class Values:
         return getattr(context, _NUMERIC[name])(values[0])
 
     def _binomial(self, n: Fraction, k: Fraction) -> Fraction:
-        if (
-            not (isinstance(n, Fraction) and isinstance(k, Fraction))
-            or k.denominator != 1
-            or not 0 <= k <= 400
-            or _bits(n) > 64
-        ):
+        if not (isinstance(n, Fraction) and isinstance(k, Fraction)) or k > 400 or _bits(n) > 64:
             raise NoValue("a binomial")
+        if k.denominator != 1 or k < 0:
+            raise _Undefined
         result = Fraction(1)
         for place in range(int(k)):
             result = self._bounded(result * (n - place) / (place + 1))
@@ -294,6 +297,10 @@ _VALUELESS = frozenset(("∞", "emptyset"))
 def names_of(node: Formula) -> set[str]:
     """Returns the symbols in a formula that stand for any number."""
     return {str(part.value) for part in node.all() if part.kind == "name"} - _CONSTANTS - _VALUELESS
+
+
+def _has_absolute(node: Formula) -> bool:
+    return any(part.kind == "call" and part.value == "abs" for part in node.all())
 
 
 def is_constant(node: Formula) -> bool:

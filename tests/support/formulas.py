@@ -225,6 +225,126 @@ x_1=x_2=\cdots=x_n=1 ~ x_1=x_2=\dots=x_n=1
 \text{Area} = 5 ~ 5 ~ \text{Area}=5 ~ \overline{AB}=5
 AB=5 ~ 5 ~ BA=5 ~ x=5
 10 \text{ a.m.} ~ 10 ~ 10\text{ am} ~ 10 \text{ A.M.}
+\alpha = \frac{5\pi}{12} + k\pi ~ \frac{5\pi}{12}+k\pi \text{ for all integers } k ~ \alpha=\frac{5\pi}{12}+n\pi, \text{ where } n\in\mathbb{Z}
+n \equiv 3, 5 \pmod{8} ~ n\equiv 5,3\pmod 8 ~ n \equiv 3 \pmod 8 \text{ or } n\equiv 5 \pmod 8 ~ n \equiv 3 \text{ or } 5 \bmod 8
+\mathbb{R} \setminus \{-2, 2\} ~ x\neq \pm 2 ~ x \ne -2, 2 ~ x\ne 2 \text{ and } x\ne -2 ~ \{x\in\mathbb{R}: x\ne\pm2\}
+\text{all integers} ~ \mathbb{Z} ~ \text{the integers}
+111_5 ~ 111_{\text{five}}
+1F4_{16} ~ 1F4_{\text{sixteen}}
+1.5 \text{ trillion} ~ 1500000000000 ~ 1.5\times 10^{12} ~ 1{,}500{,}000{,}000{,}000
+250000 ~ 250\text{ thousand}
+(4,1),(1,4) ~ x=4, y=1 \text{ or } x=1, y=4
+(m,n)=(2,3),(3,2) ~ m=2,n=3 \text{ or } m=3,n=2
+(0,0,0),(1,1,1) ~ x=y=z=0 \text{ or } x=y=z=1
+\begin{pmatrix} 2/5 & 1/5 \\ 1/5 & 3/5\end{pmatrix} ~ \frac{1}{5}\begin{pmatrix}2&1\\1&3\end{pmatrix}
+(-\infty, 4) ~ \{x\in\mathbb{R} : x<4\} ~ \{x \mid x<4\} ~ \{x|x<4, x\in\mathbb{R}\}
+(1,2)\cup(2,\infty) ~ x>1, x\neq 2 ~ x>1 \text{ and } x \ne 2 ~ \{x: x>1, x\neq2\}
+12:45\text{ p.m.} ~ 12:45 ~ 12:45 PM ~ 12{:}45\text{ pm}
+A, B, D ~ ABD ~ \text{ABD}
+4\sqrt{7} ~ 4\sqrt7 cm
+\frac{\ln 3}{2\ln 2} ~ \log_2\sqrt3
+10000 ~ 10^4 ~ 10^{4} \text{ m}
+\frac{4}{9} ~ 0.444\ldots
+1\frac{1}{6} ~ 1.1666\ldots
+\binom{13}{5} ~ {13\choose5}
+\text{parabola} ~ \text{a parabola}
+n\text{ is even} ~ n \text{ even} ~ \text{even } n ~ n\text{ is an even integer}
+\text{Bob} ~ \text{bob}
+\varnothing ~ \text{No solutions} ~ \text{the empty set}
+P(x)=x^2-1 ~ P(t)=t^2-1
+2.5\text{ m/s} ~ 2.5\,\mathrm{m\,s^{-1}}
+3\text{ days }4\text{ hours} ~ 3\text{ days and }4\text{ hours}
+7:4 ~ 7{:}4 ~ 7\text{ to }4
+\$1.2\text{ million} ~ 1200000 ~ \$1{,}200{,}000 ~ 1.2\text{ million dollars}
+p\land(q\lor r) ~ p\land(r\lor q)
+-2\mathbf{i}+\mathbf{j} ~ \hat{j}-2\hat{i}
+x = \frac{\pi}{3} + 2k\pi ~ \frac{\pi}{3}+2\pi k, k\in\mathbb{Z} ~ x=\frac{\pi}{3}+2k\pi \text{ for any integer } k ~ x = \frac\pi3+2\pi k\ (k \in \mathbb{Z})
+x=\frac{\pi}{2}+n\pi, n\in\mathbb{Z} ~ x = \frac{\pi}{2}+n\pi \text{ where } n \text{ is an integer} ~ \frac{\pi}{2}+n\pi,\ n \in \mathbb{Z} ~ x=\frac{\pi}{2} + \pi n
+30^\circ + 360^\circ k, k \in \mathbb{Z} ~ 30^\circ+360^\circ k \text{ for integers } k
+n \equiv 0, 1 \pmod{4} ~ n\equiv 1,0 \pmod 4 ~ n \equiv 0 \text{ or } 1 \pmod 4 ~ n\equiv 0\pmod 4 \text{ or } n\equiv 1 \pmod 4 ~ n \equiv 0 \text{ or } n\equiv 1 \pmod{4}
+p \equiv \pm 1 \pmod 8 ~ p\equiv 1,7\pmod 8 ~ p \equiv 1 \text{ or } 7 \pmod{8}
+\mathbb{R} ~ \text{all real numbers} ~ \text{All reals} ~ x \text{ is any real number} ~ \text{all real } x ~ \text{all real numbers } x
+\mathbb{Z} ~ \text{all integers} ~ \text{the set of integers}
+\text{all positive integers} ~ \text{all positive integers } n ~ \text{every positive integer} ~ \mathbb{Z}^+ ~ \mathbb{Z}_{>0}
+1011_2 ~ 1011_{\text{two}} ~ 1011_{(2)} ~ 1011 \text{ base } 2 ~ 1011_{two}
+2B3_{16} ~ 2B3
+345_6 ~ 345_{\text{six}} ~ 345\text{ (base 6)}
+5000000 ~ 5 \text{ million} ~ 5\text{ million dollars}
+2.5 \text{ billion} ~ 2500000000 ~ 2{,}500{,}000{,}000 ~ 2.5\times10^9
+12000 ~ 12 \text{ thousand}
+(1,3),(3,1) ~ x=1,y=3 \text{ or } x=3,y=1
+(0,0),(2,4) ~ x=0, y=0; x=2, y=4
+\begin{pmatrix} 1/3 & 2/3 \\ -1/3 & 4/3 \end{pmatrix} ~ \frac13 \begin{pmatrix} 1 & 2 \\ -1 & 4\end{pmatrix} ~ \frac{1}{3}\begin{bmatrix}1&2\\-1&4\end{bmatrix}
+(2,\infty) ~ \{x\in\mathbb{R}: x>2\} ~ \{x \in \mathbb{R} \mid x > 2\} ~ \{x \mid x \in \mathbb R, x>2\}
+x \neq 1 ~ \{x\in\mathbb{R} : x\neq 1\} ~ \mathbb{R} - \{1\}
+x \le -2 \text{ or } x \ge 5 ~ \{x : x\le -2 \text{ or } x\ge5\}
+3:30 ~ 3{:}30 ~ 3:30\text{ p.m.} ~ 3:30 pm
+10:45 \text{ a.m.} ~ 10:45 ~ 10:45 AM ~ 10{:}45\text{ am}
+A, C ~ AC
+B, D, E ~ BDE ~ \mathrm{BDE}
+2\sqrt{3} ~ 2\sqrt3 m
+12\pi ~ 12\pi cm^2
+\frac12 \ln 2 ~ \ln\sqrt2 ~ \ln \sqrt{2}
+\ln 2 - \frac12\ln 3 ~ \ln\frac{2}{\sqrt3} ~ \ln 2 - \ln\sqrt3
+1000 ~ 10^3 ~ 10^{3}
+10^{6} ~ 1{,}000{,}000
+\frac{1}{3} ~ 0.333\ldots ~ 0.3333...
+\frac{1}{6} ~ 0.1666\ldots ~ 0.16666\dots
+\frac{3}{11} ~ 0.272727\ldots
+\begin{pmatrix} 3 \\ -1 \\ 4 \end{pmatrix} ~ [3,-1,4]^T
+3\mathbf{i} - 2\mathbf{j} ~ 3\hat{i}-2\hat{j}
+1 \text{ hour } 20 \text{ minutes} ~ 1\text{ hour and }20\text{ minutes}
+\binom{20}{10} ~ {20 \choose 10}
+\binom{2n}{n} ~ \frac{(2n)!}{n!n!} ~ \frac{(2n)!}{(n!)^2}
+f(x)=0, f(x)=x^2 ~ f(x)\equiv 0 \text{ or } f(x)=x^2
+f(x)=ax+b ~ f(t)=at+b
+[-1, 3) ~ \{x: -1\le x<3\} ~ [-1,3[
+(-\infty, 0) \cup (0, 4] ~ x\le 4, x\neq 0
+\emptyset ~ \text{no solution} ~ \text{empty set}
+\text{No solution} ~ \text{No solutions} ~ \text{There is no solution} ~ \emptyset
+204 ~ 204^{}
+3:5 ~ 3\text{ to }5 ~ 3{:}5
+n \text{ is odd} ~ n\text{ odd} ~ \text{odd } n
+x > 0, y > 0 ~ x>0 \text{ and } y>0
+\theta = \frac{\pi}{6} + k\pi ~ \theta=\frac{\pi}{6}+k\pi, k\in\mathbb{Z} ~ \theta = \frac{\pi}{6} + n\pi \text{ for } n \in \mathbb{Z} ~ \frac{\pi}{6}+k\pi \quad (k\in\mathbb{Z})
+x = k\pi \text{ or } x=\frac{\pi}{4}+k\pi, k\in\mathbb{Z} ~ k\pi, \frac{\pi}{4}+k\pi\ (k\in\mathbb{Z})
+n\equiv 2 \pmod{6} \text{ or } n\equiv 4\pmod 6 ~ n\equiv 2,4\pmod6 ~ n \equiv \pm 2 \pmod 6 ~ n \equiv 4, 2 \pmod{6}
+\text{all real numbers} ~ \mathbb{R} ~ (-\infty,\infty) ~ x\in\mathbb{R} ~ \text{all reals} ~ (-\infty, +\infty)
+\text{All positive integers} ~ \mathbb{Z}^{+} ~ \text{any positive integer}
+(0,\infty) ~ \text{all positive real numbers} ~ \mathbb{R}^+ ~ \mathbb{R}_{>0} ~ \text{positive reals}
+[0,\infty) ~ \text{all nonnegative real numbers} ~ \text{all non-negative reals}
+2102_3 ~ 2102_{\text{three}} ~ 2102_{(3)} ~ 2102\text{ base }3
+A5_{12} ~ A5 ~ A5_{\text{twelve}}
+3.2\text{ million} ~ 3200000 ~ 3{,}200{,}000 ~ 3.2\times10^6 ~ 3.2 million people
+700000 ~ 700 \text{ thousand}
+x=2,y=5 \text{ or } x=5,y=2 ~ (2,5),(5,2) ~ (x,y)=(2,5),(5,2) ~ (5,2) \text{ or } (2,5)
+(a,b) = (1,2) \text{ or } (2,1) ~ a=1,b=2 \text{ or } a=2,b=1
+\{x \mid x\neq -3\} ~ \{x\in\mathbb{R}\mid x\ne -3\}
+x\ge 2, x\neq 3 ~ [2,3)\cup(3,\infty) ~ \{x : x\ge2, x\ne3\} ~ x\ge 2 \text{ and } x\ne 3
+-2<x<0 \text{ or } x>3 ~ \{x: -2<x<0 \text{ or } x>3\}
+7{:}15 ~ 7:15 ~ 7:15\text{ a.m.} ~ 7:15 am ~ 7:15~\text{AM}
+B, C ~ BC
+5\sqrt{2}\text{ cm} ~ 5\sqrt2 cm
+36\pi \text{ cm}^3 ~ 36\pi cm^3
+\frac{1}{3}\ln 5 ~ \ln\sqrt[3]{5} ~ \ln 5^{1/3}
+0.01 ~ 10^{-2}
+100000 ~ 10^5 ~ 10^{5}
+0.\overline{6} ~ 0.666\ldots ~ 0.6666...
+\frac{5}{12} ~ 0.41666\ldots
+\binom{8}{3} ~ {8 \choose 3}
+n\text{ is prime} ~ n\text{ prime} ~ n \text{ is a prime} ~ \text{prime } n
+\text{ellipse} ~ \text{an ellipse}
+\emptyset ~ \text{no solution} ~ \text{no solutions} ~ \text{no real solutions} ~ \text{There are no solutions}
+f(x)=0 \text{ and } f(x)=2x ~ f(x)\equiv 0, f(x)=2x
+f(n)=n \text{ for all } n ~ f(n) = n \text{ for every } n
+\left(-\frac12,\frac32\right) ~ ]-\frac12,\frac32[
+\ln(x^2+1)+C ~ \ln|x^2+1|+C
+2\text{ hours }30\text{ minutes} ~ 2\text{ hours and }30\text{ minutes} ~ 2\text{ hr }30\text{ min}
+5\text{ to }3 ~ 5:3 ~ 5{:}3 ~ 5 : 3
+75\text{ cents} ~ 75¢
+p\lor\lnot q ~ p\vee\neg q ~ \neg q\lor p
+2\mathbf{i}-\mathbf{j}+3\mathbf{k} ~ 2\hat{i}-\hat{j}+3\hat{k}
+(1,-2,3)^T ~ \begin{pmatrix}1\\-2\\3\end{pmatrix} ~ (1,-2,3)
 """.strip().splitlines()
 ]
 """The known answer, then other ways to write it."""
@@ -777,6 +897,165 @@ a=b=c=1 ~ a=1,b=1
 \mathbb{R}\setminus\{0,1\} ~ (-\infty,0)\cup(1,\infty)
 CO_2 ~ CO
 0/0 ~ 0
+12:45\text{ am} ~ 12:45\text{ pm}
+A,B,D ~ A\text{ or }B\text{ or }D
+-\ln|\cos x|+C ~ -\ln(\cos x)+C
+\ln|x+\sqrt{x^2-1}| ~ \ln(x+\sqrt{x^2-1})
+p\land(q\lor r) ~ p\lor(q\land r)
+b=2,a=1 ~ (2,1)
+y=1, x=2 ~ (1,2)
+3:30 \text{ am} ~ 3:30 \text{ pm}
+\ln x ~ \ln|x|
+\ln|x|+C ~ \ln x+C
+\ln(x-1) ~ \ln|x-1|
+\frac12\ln|2x+1| + C ~ \frac12\ln(2x+1)+C
+\sqrt{|x|} ~ \sqrt{x}
+p\lor q ~ p\land q
+p \land \lnot q ~ p\lor\lnot q
+p \lor q ~ p, q
+(p \lor q) \land r ~ (p\land q)\lor r
+(x=1 \text{ or } x=2) \text{ and } y=3 ~ (x=1 \text{ and } x=2) \text{ or } y=3
+x\equiv1\pmod3\text{ and }x\equiv2\pmod5 ~ x\equiv1\pmod3\text{ or }x\equiv2\pmod5
+3\text{ hundredths} ~ 3
+7:15\text{ am} ~ 7:15\text{ pm}
+1,2;3,4 ~ 1,3;2,4
+\ln|x^2-1|+C ~ \ln(x^2-1)+C
+\ln|\cos x| ~ \ln\cos x
+y=\ln|x| ~ y=\ln x
+\frac{\pi}{3}+2k\pi, k\in\mathbb{Z} ~ x=\frac{\pi}{3}+k\pi
+\frac{\pi}{3}+2k\pi, k\in\mathbb{Z} ~ x=\frac{\pi}{3}
+\frac{\pi}{3}+2k\pi, k\in\mathbb{N} ~ \frac{\pi}{3}+2k\pi, k\in\mathbb{Z}
+x=\frac{\pi}{2}+n\pi \text{ for even } n ~ x=\frac{\pi}{2}+n\pi
+n\equiv 0,1 \pmod 4 ~ n \equiv 0,3 \pmod 4
+n\equiv 0,1 \pmod 4 ~ n\equiv 1 \pmod 4
+n\equiv 0,1 \pmod 4 ~ n \equiv 0,1 \pmod 5
+n\equiv 0,1 \pmod 4 ~ 0, 1
+n\equiv 0,1 \pmod 4 ~ m \equiv 0,1 \pmod 4
+n\equiv 0 \text{ and } n\equiv 1\pmod 4 ~ n\equiv 0\pmod 4
+n\equiv 0\pmod 4 \text{ or } n\equiv 1 \pmod 3 ~ n\equiv 0,1\pmod 4
+p \equiv \pm 1 \pmod 8 ~ p\equiv 1,3\pmod 8
+p \equiv \pm 1 \pmod 8 ~ p\equiv 1\pmod 8
+n\not\equiv 1 \pmod 3 ~ n \equiv 1 \pmod 3
+\text{all real numbers} ~ \text{all rational numbers}
+\text{all real numbers} ~ \mathbb{Z}
+\text{all real numbers except } 0 ~ \mathbb{R}
+\text{all nonzero real numbers} ~ \text{all real numbers}
+\text{all positive integers} ~ \text{all integers}
+\text{all positive integers} ~ \mathbb{R}^+
+\text{all nonnegative integers} ~ \text{all positive integers}
+\text{all primes} ~ \text{all odd primes}
+101_2 ~ 101_{(3)}
+101_{\text{two}} ~ 101_{\text{three}}
+101_2 ~ 110_{\text{two}}
+101_2 ~ 5
+5 \text{ million} ~ 5 \text{ billion}
+5 \text{ million} ~ 5
+5 \text{ million} ~ 500000
+2 \text{ hundred} ~ 2000
+5\text{ millionths} ~ 5000000
+x=1,y=2 \text{ or } x=2,y=1 ~ (1,2)
+x=1,y=2 \text{ or } x=2,y=1 ~ (1,2),(2,2)
+x=1,y=2 \text{ or } x=3,y=4 ~ (2,1),(4,3)
+\frac13\begin{pmatrix}1&2\\3&5\end{pmatrix} ~ \begin{pmatrix}1/3&2/3\\1&4/3\end{pmatrix}
+\frac13\begin{pmatrix}1&2\\3&4\end{pmatrix} ~ \begin{pmatrix}1&2\\3&4\end{pmatrix}
+\{x\in\mathbb{R}: x>2\} ~ x\ge 2
+\{x\in\mathbb{Z}: x>2\} ~ x>2
+\{x\in\mathbb{R}: x>2\} ~ x<2
+\{x \in \mathbb{N} \mid x > 2\} ~ \{x\in\mathbb{R} \mid x>2\}
+3:30 ~ 3:03
+3:30 \text{ pm} ~ 4:30\text{ pm}
+3{:}30 ~ \frac{3}{30}
+AC ~ A, B
+A, C ~ A
+A, C ~ ABC
+A, C ~ BC
+A \text{ or } C ~ A \text{ and } C
+2\sqrt3 m ~ 3\sqrt2 m
+2\sqrt3\text{ m} ~ 2
+2\sqrt3 x ~ 2\sqrt3
+2\sqrt3\pi ~ 2\sqrt3
+\frac12\ln 2 ~ \ln 2
+\ln\sqrt 2 ~ \ln 2
+\ln \sqrt2 ~ \sqrt{\ln 2}
+\log\sqrt2 ~ \ln\sqrt2
+10^3 ~ 10^4
+10^3 ~ 100
+10^{-3} ~ 1000
+10 \cdot 3 ~ 10^3
+0.333\ldots ~ 0.333
+0.333\ldots ~ 0.3
+0.1666\ldots ~ 0.1666
+0.1666\ldots ~ \frac{1}{66}
+0.3434\ldots ~ \frac{1}{3}
+\neg p ~ p
+p\to q ~ q \to p
+p \land q \to r ~ p\lor q\to r
+-\frac14 ~ \frac14
+\frac{3\sqrt5}{5} ~ \frac{5\sqrt3}{5}
+6\sqrt2-4 ~ 4-6\sqrt2
+\theta=\frac{\pi}{6}+k\pi, k\in\mathbb{Z} ~ \theta=\frac{\pi}{6}+2k\pi, k\in\mathbb{Z}
+\theta=\frac{\pi}{6}+k\pi, k\in\mathbb{Z} ~ \frac{\pi}{6}
+V=\pi k^2 ~ V=\pi n^2
+V = \pi m^2 h ~ V=\pi n^2 h
+n\equiv 2,4\pmod 6 ~ n\equiv 2,3 \pmod 6
+n\equiv 2,4\pmod 6 ~ n\equiv 2,4,0\pmod 6
+n\equiv\pm2\pmod 6 ~ n\equiv 2\pmod6
+x\equiv1\pmod3, x\equiv2\pmod5 ~ x\equiv 2\pmod3, x\equiv 1\pmod 5
+\text{all positive integers} ~ \text{all nonnegative integers}
+\text{all positive real numbers} ~ \text{all nonnegative real numbers}
+\text{all positive real numbers} ~ \text{all positive integers}
+\text{all rational numbers} ~ \text{all irrational numbers}
+\text{all even integers} ~ \text{all integers}
+\text{all real numbers} ~ \text{no real numbers}
+\text{all integers } n\ge 2 ~ \text{all integers}
+\text{any integer} ~ \text{any odd integer}
+2102_3 ~ 2102_4
+2102_3 ~ 2012_3
+A5_{12} ~ B5_{12}
+A5_{12} ~ A5_{16}
+A5_{12} ~ 125
+3.2\text{ million} ~ 3.2\text{ thousand}
+3.2\text{ million} ~ 3.2
+3\text{ hundredths} ~ 300
+(2,5),(5,2) ~ x=2,y=5
+(2,5),(5,2) ~ x=2,y=5\text{ or }x=2,y=2
+(2,5),(7,3) ~ x=5,y=2\text{ or }x=3,y=7
+x=2,5\text{ or }y=3 ~ x=2\text{ or }y=5,3
+\frac17\begin{pmatrix}2&1\\3&5\end{pmatrix} ~ \frac17\begin{pmatrix}2&1\\3&6\end{pmatrix}
+\frac17\begin{pmatrix}2&1\\3&5\end{pmatrix} ~ 7\begin{pmatrix}2&1\\3&5\end{pmatrix}
+\{x\mid x\ne-3\} ~ \{x\mid x\ne3\}
+\{x\mid x\ne-3\} ~ x=-3
+x\ge2, x\ne3 ~ x\ge2
+x\ge2, x\ne3 ~ x>2
+x\ge 2\text{ or }x\ne3 ~ x\ge2\text{ and }x\ne3
+-2<x<0\text{ or }x>3 ~ -2<x<3
+7:15 ~ 7:50
+B, C ~ B, D
+B, C ~ B
+BAC ~ A,B,C,D
+5\sqrt2 cm ~ 2\sqrt5 cm
+36\pi h ~ 36\pi r
+\frac13\ln5 ~ \ln\frac53
+\log_2\sqrt3 ~ \log_3\sqrt2
+10^{-2} ~ 10^2
+10^5 ~ 10^6
+0.666\ldots ~ 0.666
+0.666\ldots ~ \frac{3}{5}
+\lceil\frac n2\rceil ~ \lfloor\frac n2\rfloor
+[\frac n2]+1 ~ \frac n2+1
+n\text{ is prime} ~ n\text{ is composite}
+n\text{ is prime} ~ n\text{ is an odd prime}
+(-\frac12,\frac32) ~ [-\frac12,\frac32]
+]1,2[ ~ [1,2]
+2\text{ hours }30\text{ minutes} ~ 2\text{ hours }45\text{ minutes}
+2\text{ hours }30\text{ minutes} ~ 2
+5\text{ to }3 ~ 3\text{ to }5
+p\lor\lnot q ~ p\lor q
+p\lor(q\land r) ~ (p\lor q)\land r
+(1,-2,3)^T ~ (1,2,3)^T
+\begin{pmatrix}1&2\\3&4\end{pmatrix}^T ~ \begin{pmatrix}1&2\\3&4\end{pmatrix}
+x\in\{1,2\} ~ x\in(1,2)
+\{x\in\mathbb{Z}\mid x>2\} ~ \{x\in\mathbb{R}\mid x>2\}
 """.strip().splitlines()
 ]
 """Two answers, neither of which is right for the other."""
@@ -984,5 +1263,50 @@ QUESTIONS = [
     ("Simplify $\\sqrt{50}+\\sqrt{18}$.", "8\\sqrt2", "8\\sqrt2", 1),
     ("Simplify $(2x^3)^2$.", "4x^3x^3", "4x^6", 0),
     ("Simplify $a^2\\cdot a^3$", "a\\cdot a^4", "a^5", 0),
+    *(
+        (question, found, known, int(right))
+        for question, found, known, right in (
+            line.split(" ~ ")
+            for line in r"""
+Express $\frac{5}{16}$ as a decimal. ~ \frac{5}{16} ~ 0.3125 ~ 0
+Convert 3.75 into a mixed number. ~ 3.75 ~ 3\frac34 ~ 0
+Write 62% as a fraction in lowest terms. ~ 62\% ~ \frac{31}{50} ~ 0
+Write 45000 using scientific notation, i.e. in scientific notation. ~ 45{,}000 ~ 4.5\times10^4 ~ 0
+Express 64 as a power of 4. ~ 64 ~ 4^3 ~ 0
+What is the prime factorization of $90$? ~ 90 ~ 2\cdot3^2\cdot5 ~ 0
+What is 2 million plus 300 thousand? ~ 2.3\text{ million} ~ 2300000 ~ 1
+Write 0.5 as a common fraction. ~ 0.5 ~ \frac12 ~ 0
+Write 0.5 as a common fraction. ~ .5 ~ \frac12 ~ 0
+Write 0.5 as a common fraction. ~ 50\% ~ \frac12 ~ 0
+Write $0.\overline{36}$ as a fraction in lowest terms. ~ 0.\overline{36} ~ \frac{4}{11} ~ 0
+Express $\frac{3}{8}$ as a decimal. ~ \frac38 ~ 0.375 ~ 0
+Express $\frac{3}{8}$ as a decimal. ~ 3/8 ~ 0.375 ~ 0
+Write 45% as a decimal. ~ 45\% ~ 0.45 ~ 0
+Convert 0.07 to a percent. ~ 0.07 ~ 7\% ~ 0
+What is 3/5 as a percentage? ~ \frac35 ~ 60\% ~ 0
+Write $3\frac{1}{4}$ as an improper fraction. ~ 3\frac14 ~ \frac{13}{4} ~ 0
+Write $\frac{13}{4}$ as a mixed number. ~ \frac{13}{4} ~ 3\frac14 ~ 0
+Write 34500 in scientific notation. ~ 34500 ~ 3.45\times 10^4 ~ 0
+Write $3.45 \times 10^4$ in standard form. ~ 3.45\times10^4 ~ 34500 ~ 0
+Write 1000 as a power of 10. ~ 1000 ~ 10^3 ~ 0
+Find the prime factorization of 60. ~ 60 ~ 2^2\cdot3\cdot5 ~ 0
+Write 32 as a power of 2. ~ 32 ~ 2^5 ~ 0
+Convert $101_2$ to base 10. ~ 5_{10} ~ 5 ~ 1
+What is $10^2 \cdot 10$? ~ 10^3 ~ 1000 ~ 1
+Find the inverse. ~ \frac12\begin{pmatrix}1&0\\0&3\end{pmatrix} ~ \begin{pmatrix}1/2&0\\0&3/2\end{pmatrix} ~ 1
+How many dollars is 5 million times 3? ~ 15 \text{ million} ~ 15000000 ~ 1
+Write $\frac{7}{20}$ as a percent. ~ \frac{7}{20} ~ 35\% ~ 0
+Express 0.125 as a fraction in simplest form. ~ 0.125 ~ \frac18 ~ 0
+Rewrite 2.5 as an improper fraction. ~ 2.5 ~ \frac52 ~ 0
+Change $\frac{11}{4}$ to a mixed number. ~ \frac{11}{4} ~ 2\frac34 ~ 0
+Express 0.00034 in scientific notation. ~ 0.00034 ~ 3.4\times10^{-4} ~ 0
+Write $6\times10^3$ as an ordinary number. ~ 6\times10^3 ~ 6000 ~ 0
+Express 10000 as a power of ten. ~ 10000 ~ 10^4 ~ 0
+Express 81 as a power of 3. ~ 81 ~ 3^4 ~ 0
+Write 72 as a product of prime factors. ~ 72 ~ 2^3\cdot3^2 ~ 0
+What is half of $10^4$ times 20? ~ 10^5 ~ 100000 ~ 1
+""".strip().splitlines()
+        )
+    ),
 ]
 """Question, answer, known answer and score."""

@@ -13,7 +13,20 @@ import pytest
 import areal_megatron.reward
 import areal_megatron.workflows
 from areal_megatron.data import formats
-from areal_megatron.reward import choice, code, expression, formula, function, math, numeral, question, tokens, worker
+from areal_megatron.reward import (
+    choice,
+    code,
+    expression,
+    formula,
+    function,
+    math,
+    notation,
+    numeral,
+    question,
+    tokens,
+    wording,
+    worker,
+)
 from areal_megatron.reward.sandbox import ProgramResult
 from areal_megatron.workflows import openai_messages, tool_use
 
@@ -92,6 +105,17 @@ READERS = {
     tokens.tokens_of: [lambda text: quietly(tokens.tokens_of, text)],
     formula.read: [lambda text: quietly(formula.read, text)],
     numeral.is_unit: [numeral.is_unit],
+    numeral.in_base: [numeral.in_base],
+    notation.numbers_in: [notation.numbers_in],
+    notation.restates: [
+        lambda text: notation.restates(f"{text} 0.5 as a fraction", numeral.numeral("0.5"), numeral.numeral("1/2"))
+    ],
+    wording.plain: [wording.plain],
+    wording.as_formula: [wording.as_formula],
+    wording.without_integer: [wording.without_integer],
+    wording.letters_of: [wording.letters_of],
+    wording.halves_of_day: [wording.halves_of_day],
+    question.has_name: [lambda text: question.has_name(text, "m")],
     question.asked_for: [question.asked_for],
     question.formulas_in: [question.formulas_in],
     question.repeats: [lambda text: question.repeats(text, text[:500], None)],
@@ -138,6 +162,8 @@ ELSEWHERE = {
     "problem_with_answers": "a name from the config",
     "checked_terms": "numbers that a function of the user's returns",
     "sample": "the id of a request",
+    "scored": "hands texts to the function, and what it returns to `checked`",
+    "try_rewards": "the first row of the data",
 }
 """Public functions with a text that no policy writes, or that they only pass on."""
 

@@ -1,0 +1,52 @@
+"""Whether an answer only restates a number of the question, which asks to write it in another notation."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+
+from areal_megatron.reward.numeral import Numeral, numeral
+
+LONGEST_PROMPT = 20_000
+"""How many of the last characters of a prompt are searched."""
+_MOST_NUMBERS = 400
+
+FORMULA = re.compile(r"\$\$?([^$]{1,300})\$|\\\(([^\n]{1,300}?)\\\)|\\\[(.{1,300}?)\\\]", re.DOTALL)
+_NOTATION = re.compile(
+    r"\b(?:as|to|into|in)\s+(?:an?\s+|its\s+|the\s+)?(?:[a-z]+\s+){0,2}?"
+    r"(fraction|decimal|percent|mixed|scientific|standard|power|digits|numeral|number|integer)",
+    re.IGNORECASE,
+)
+_NOTATIONS = {
+    "power": "scientific",
+    "digits": "decimal",
+    "numeral": "decimal",
+    "number": "decimal",
+    "integer": "decimal",
+}
+"""What is a decimal, too, in terms of Numeral.notation."""
+
+
+def restates(prompt: str, number: Numeral, known: Numeral | None) -> bool:
+    """Whether a question holds a number and asks to write it in another notation than this one. `known`: the right
+    answer, None if it is no number."""
+    if known and number.notation == known.notation:
+        return False
+    held = {other.notation for other in numbers_in(prompt) if other.amount == number.amount}
+    if not held or not known or (number.notation in held and number.notation in ("scientific", "scaled")):
+        return bool(held)
+    asked = {one.lower() for one in _NOTATION.findall(prompt[-LONGEST_PROMPT:])}
+    return bool(asked) and number.notation not in {_NOTATIONS.get(one, one) for one in asked}
+
+
+@functools.lru_cache(maxsize=16)
+def numbers_in(prompt: str) -> tuple[Numeral, ...]:
+    """Returns the first of the numbers that a question holds, as formulas, words or two words such as 5 million."""
+    prompt = prompt[-LONGEST_PROMPT:]
+    formulas = (found[1] or found[2] or found[3] for found in FORMULA.finditer(prompt))
+    words = [word.lstrip("($").rstrip(",:;?!$)" if "..." in word else ".,:;?!$)") for word in prompt.split()]
+    pairs = (f"{one} {other}" for one, other in itertools.pairwise(words))
+    texts = (text for text in itertools.chain(formulas, words, pairs) if re.search("[0-9]", text))
+    found = map(numeral, itertools.islice(texts, _MOST_NUMBERS))
+    return tuple(number for number in found if number)
