@@ -1,17 +1,19 @@
 # make demo: train a tiny model from scratch · make demo-llm: train a real chat model of 135M
 # make test: every test this machine can run · make soak: full counts · make docs: README.md and docs/ as pages in site/
-PYTHON ?= python3.11
-# Where pip finds the CPU build of torch when its own configuration has none: the address of a wheel index.
+# What tools/setup_environment.sh finds by itself: the Python of .venv, cpu or gpu, and an index with the CPU build of torch.
+PYTHON ?=
+DEVICE ?=
 TORCH_INDEX ?=
 
 PY := .venv/bin/python
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup demo demo-llm docs test soak lint clean
+.PHONY: asked setup demo demo-llm docs test soak lint clean
 setup: .venv/.installed
 
-.venv/.installed: requirements-cpu.lock setup.py pyproject.toml tools/setup_environment.sh
-	@PYTHON="$(PYTHON)" TORCH_INDEX="$(TORCH_INDEX)" sh tools/setup_environment.sh
+.venv/.installed: requirements-cpu.lock requirements-gpu.lock setup.py pyproject.toml tools/setup_environment.sh \
+                  $(if $(DEVICE),asked)
+	@PYTHON="$(PYTHON)" DEVICE="$(DEVICE)" TORCH_INDEX="$(TORCH_INDEX)" sh tools/setup_environment.sh
 	@touch $@
 
 demo: setup

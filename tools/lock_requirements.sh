@@ -14,6 +14,8 @@ hashed=$(versions | grep -v '^torch==' | compile --no-deps --python-version 3.11
 grep -o '^[^# ]*==[^ ]*' requirements-test.lock | compile --no-deps --prerelease allow --python-version 3.11.5 - |
     replace requirements-test.lock
 
+grep -o '^uv==[^ ]*' requirements-uv.lock | compile --no-deps - | replace requirements-uv.lock
+
 # What the file that uv writes to holds, it keeps where it can: the versions that the tests ran with.
 resolved=$(mktemp)
 versions | grep -v '^torch==' >"$resolved"
