@@ -122,7 +122,8 @@ def model_folder(
     earlier = _SNAPSHOT.search(before)
     known = {f"{earlier['owner']}/{earlier['name']}": earlier["revision"]} if earlier else {}
     repo = pin(repo, key, known)
-    description, without = ["*.json", "*.jinja", "*.txt", "*.model"], ["*/*", "consolidated*"]
+    description = ["*.json", "*.jinja", "*.txt", "*.model"]
+    without = ["*/*.json", "*/*.txt", "*/*.model", "*/*.safetensors", "consolidated*"]  # not */*.jinja, more templates
     if weights and check is not None:
         check(_fetch(repo, description, key, without))
     folder = _fetch(repo, [*description, *(["*.safetensors"] if weights else [])], key, without)

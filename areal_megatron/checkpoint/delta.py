@@ -444,5 +444,6 @@ def _base(folder: Path, described: _Described) -> Path:
 def _description_crc(folder: Path) -> int:
     crc = 0
     for file in describing_files(folder):
-        crc = zlib.crc32(file.name.encode() + b"\0" + file.read_bytes() + b"\0", crc)
+        name = file.relative_to(folder).as_posix()
+        crc = zlib.crc32(name.encode() + b"\0" + file.read_bytes() + b"\0", crc)
     return crc

@@ -36,6 +36,7 @@ DESCRIPTION = (
     "vocab*",
     "merges*",
     "chat_template*",
+    "additional_chat_templates/*.jinja",
     "LICEN[CS]E*",
     "NOTICE*",
     "USE_POLICY*",
@@ -221,7 +222,9 @@ def copy_description(source: Path, folder: Path, dtype: str, config: Mapping[str
     """
     described = describing_files(source)
     for file in described:
-        shutil.copyfile(file, folder / file.name)
+        copy = folder / file.relative_to(source)
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, copy)
     if skipped := [printable(file.name) for file in _no_weights(source) if file not in described]:
         log.warning(
             "not copied from %s to %s: %s; only files of a model that have a usual name, and links within its "
@@ -251,9 +254,14 @@ def describing_files(folder: Path) -> list[Path]:
 
 
 def _no_weights(folder: Path) -> list[Path]:
-    weights = (*WEIGHT_SUFFIXES, ".index.json")
-    files = [file for file in sorted(folder.iterdir()) if not file.name.startswith(".")]
-    return [file for file in files if not file.name.endswith(weights) and not file.is_dir()]
+    """Returns the files of a folder and of the folders that DESCRIPTION names, without weights and hidden ones."""
+    weights, within = (*WEIGHT_SUFFIXES, ".index.json"), (pattern for pattern in DESCRIPTION if "/" in pattern)
+    files = sorted([*folder.iterdir(), *(file for pattern in within for file in folder.glob(pattern))])
+    return [
+        file
+        for file in files
+        if not file.name.startswith(".") and not file.name.endswith(weights) and not file.is_dir()
+    ]
 
 
 def _is_own(target: Path, source: Path) -> bool:

@@ -40,6 +40,9 @@ def server(tmp_path, monkeypatch):
         yield server
 
 
+TEMPLATE = "additional_chat_templates/tool_use.jinja"
+
+
 def set_hub(monkeypatch, address):
     """Does what HF_ENDPOINT does for a process that has not imported huggingface_hub yet."""
     monkeypatch.setattr(constants, "ENDPOINT", address)
@@ -49,7 +52,8 @@ def set_hub(monkeypatch, address):
 @pytest.fixture
 def model(server, world):
     repository = server.model("Tiny/Model-1.5B", world / "model")
-    repository.commits[repository.branches["main"]]["original/consolidated.00.pth"] = b"x" * 100
+    more = {"original/consolidated.00.pth": b"x" * 100, "original/params.json": b"{}", TEMPLATE: b"{{ tools }}"}
+    repository.commits[repository.branches["main"]] |= more
     return repository
 
 
@@ -66,7 +70,8 @@ def test_a_model_is_fetched_once_and_then_found_without_the_hub(server, model, m
     folder = model_folder("Tiny/Model-1.5B", "model.path")
     assert Path(folder).name == sha and sha in capsys.readouterr().err
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in Path(folder).iterdir()}
-    assert "original/consolidated.00.pth" not in server.downloads()
+    assert (Path(folder) / TEMPLATE).read_text() == "{{ tools }}"
+    assert not any(name.startswith("original/") for name in server.downloads())
     count = len(server.downloads())
     assert model_folder("Tiny/Model-1.5B", "model.path") == folder and len(server.downloads()) == count
     server.asked.clear()

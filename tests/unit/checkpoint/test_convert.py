@@ -14,6 +14,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer as Library
+from tokenizers.models import WordLevel
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from areal_megatron import convert
 from areal_megatron.checkpoint import disk
@@ -117,6 +120,25 @@ def test_dtype_and_what_is_no_weight(models, hf_folder, tmp_path, capsys):
         assert {name: (folder / name).read_text() for name in files} == files
         config = json.loads((folder / "config.json").read_text())
         assert config == json.loads((hf_folder / "config.json").read_text()) | {"dtype": str(dtype)[6:]}
+
+
+TEMPLATES = {"default": "{{ messages }}", "tool_use": "{{ tools }}", "rag": "{{ documents }}"}
+
+
+def test_further_chat_templates_are_carried(hf_folder, tmp_path):
+    """Those for tools and the like, which transformers saves in a folder of their own."""
+    library = Library(WordLevel({"a": 0}, unk_token="a"))
+    PreTrainedTokenizerFast(tokenizer_object=library, chat_template=TEMPLATES).save_pretrained(hf_folder)
+    assert len([*(hf_folder / "additional_chat_templates").iterdir()]) == 2
+    from_hf(hf_folder, tmp_path / "checkpoint")
+    to_hf(tmp_path / "checkpoint", tmp_path / "back")
+    to_hf(tmp_path / "checkpoint", tmp_path / "changes", base=tmp_path / "back")
+    assert not (tmp_path / "changes" / "hf").exists(), "its description is that of its base"
+    for folder in (hf_folder, tmp_path / "back"):
+        assert AutoTokenizer.from_pretrained(folder).chat_template == TEMPLATES
+    (hf_folder / "additional_chat_templates" / "rag.jinja").write_text("{{ others }}")
+    to_hf(tmp_path / "checkpoint" / "trainer", tmp_path / "more", base=tmp_path / "back", description=hf_folder)
+    assert (tmp_path / "more" / "hf" / "additional_chat_templates" / "rag.jinja").read_text() == "{{ others }}"
 
 
 def test_what_is_no_checkpoint(checkpoint, tmp_path, capsys):
