@@ -101,7 +101,9 @@ def test_the_first_folder_from_nothing_to_the_curve(shell):
     for name in ("laptop", "reward", "workflow"):
         print(printed := follow(shell, name, timeout_s=1800))
         assert "warning" not in printed
-    promised = re.search(r"accuracy (\d+)% \(version 0\) → (\d+)% \(version 160\)", (TUTORIALS / "laptop.md").read_text())
+    promised = re.search(
+        r"accuracy (\d+)% \(version 0\) → (\d+)% \(version 160\)", (TUTORIALS / "laptop.md").read_text()
+    )
     lines = read_metrics(Run(shell.folder / "runs" / "ppo"))
     reached = [line["accuracy"] for line in lines if line["kind"] == "eval"]
     assert [reached[0], reached[-1]] == pytest.approx([int(promised[1]) / 100, int(promised[2]) / 100], abs=0.06)
