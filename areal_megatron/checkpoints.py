@@ -15,13 +15,13 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from areal_megatron.checkpoint import delta
 from areal_megatron.checkpoint import folder as checkpoint_folder
 from areal_megatron.checkpoint.disk import CheckpointError
 from areal_megatron.checkpoint.folder import Written
 from areal_megatron.checkpoint.hf_folder import copy_description
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.convert import TRAINER, to_hf
+from areal_megatron.files import set_aside
 from areal_megatron.protocol import ControllerError
 from areal_megatron.run import Replaced, Run, RunError
 from areal_megatron.trainer import checkpoint
@@ -39,9 +39,8 @@ class Export(threading.Thread):
     """Converts a checkpoint into a Hugging Face folder beside training, in a process of its own that may take as long
     as it needs, or, where that would take longer to start, in this one.
 
-    It begins when the export `after` has ended, and asks `base` then for the export since which the changes are enough;
-    if they cannot be written, as when that one is damaged, it is whole. The process ends with this one: the kernel ends
-    it when the thread that started it ends (on Linux), the launcher with all other processes of the trainer's session.
+    It begins when the export `after` has ended. The process ends with this one: the kernel ends it when the thread that
+    started it ends (on Linux), the launcher with all other processes of the trainer's session.
     removed: the checkpoint holds nothing but weights, and is removed then. check_current: called before an export is
     removed or written; raises Replaced if this incarnation of the run may do neither.
     """
@@ -51,12 +50,11 @@ class Export(threading.Thread):
         checkpoint: Path,
         out: Path,
         after: Export | None = None,
-        base: Callable[[], Path | None] = lambda: None,
         removed: bool = False,
         check_current: Callable[[], None] = lambda: None,
     ):
         super().__init__(name=f"export-{out.name}", daemon=True)
-        self.checkpoint, self._out, self._after, self._base, self._removed = checkpoint, out, after, base, removed
+        self.checkpoint, self._out, self._after, self._removed = checkpoint, out, after, removed
         self._check_current = check_current
         self.start()
 
@@ -75,32 +73,26 @@ class Export(threading.Thread):
         self._check_current()
         self._out.parent.mkdir(exist_ok=True)
         if self._out.exists():  # this version was exported before the run was resumed
-            delta.remove(self._out)
-        base = self._base()
+            shutil.rmtree(set_aside(self._out, "removed"), ignore_errors=True)
         convert = self._convert_here if self._size() <= _SMALL_BYTES else self._convert
-        if base and convert(base):
-            return
-        if base:
-            log.warning("the export of %s is a whole one: its changes could not be written, see above", self._out.name)
-        if not convert(None):
+        if not convert():
             log.error("the export of a checkpoint failed, see above; python -m areal_megatron.convert repeats it")
 
     def _size(self) -> int:
         return sum(path.stat().st_size for path in (self.checkpoint / TRAINER).iterdir())
 
-    def _convert_here(self, base: Path | None) -> bool:
+    def _convert_here(self) -> bool:
         """Returns whether there is an export now."""
         try:
-            to_hf(self.checkpoint, self._out, base=base)
+            to_hf(self.checkpoint, self._out)
         except (CheckpointError, ConfigError) as e:
             log.error("%s", e)
             return False
         return True
 
-    def _convert(self, base: Path | None) -> bool:
+    def _convert(self) -> bool:
         """As _convert_here."""
         command = [sys.executable, "-m", "areal_megatron.convert", "to-hf", str(self.checkpoint), str(self._out)]
-        command += ["--base", str(base)] if base else []
         process = subprocess.Popen([*command, "--parent", str(os.getpid())])
         begun = time.monotonic()
         while True:
@@ -309,12 +301,10 @@ class Checkpoints:
         return bool(every) and version % every == 0 and version != self._exported
 
     def _export(self, folder: Path, version: int, removed: bool = False) -> None:
-        every, deltas = self._settings.hf_every, self._settings.hf_deltas
-        base = partial(delta.base_for, self._run.exports, version, every, deltas)
         with self._lock:
             self._exports = [export for export in self._exports if export.is_alive()]
             out, after = self._run.exports / f"version-{version:06d}", self._exports[-1] if self._exports else None
-            self._exports.append(Export(folder, out, after, base, removed, self._run.check_current))
+            self._exports.append(Export(folder, out, after, removed, self._run.check_current))
 
     def _tidied(self, sealed: Path) -> str:
         """Removes what need not be kept; returns a warning if there is no room for the next ones, or ""."""

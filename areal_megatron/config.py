@@ -433,9 +433,6 @@ class CheckpointConfig:
     """Checkpoints of versions that are a multiple of this stay for good; 0: none."""
     hf_every: int = key(0, at_least=0)
     """Versions between exports to Hugging Face format; 0: none."""
-    hf_deltas: int = key(0, at_least=0)
-    """Exports between two whole ones, of which each holds only what has changed since an earlier one
-    (docs/checkpoints.md). 0: all are whole."""
     timeout_s: float = key(3600.0, above=0)
     """Longest time for writing one; then the run ends with an error. One that cannot be written is given up."""
 
@@ -757,11 +754,6 @@ def _check_run(config: Config, require: Require) -> None:
     )
     length = len(config.name.encode(errors="surrogatepass"))
     require(length <= 200, "name", f"must have at most 200 bytes, as names of files, has {length}")
-    require(
-        bool(config.checkpoint.hf_every) or not config.checkpoint.hf_deltas,
-        "checkpoint.hf_deltas",
-        "has no meaning without exports: set checkpoint.hf_every, or leave it out",
-    )
     require(
         config.eval.temperature > 0 or config.eval.n == 1,
         "eval.temperature",

@@ -1,16 +1,15 @@
 """Converts between Hugging Face folders and distributed checkpoints of megatron-core (format torch_dist).
 
-    python -m areal_megatron.convert to-hf CHECKPOINT OUT [--config HF_DIR] [--base EXPORT] [--dtype bfloat16]
-                                             [--shard-gb 4] [--verify] [--no-sync]
+    python -m areal_megatron.convert to-hf CHECKPOINT OUT [--config HF_DIR] [--dtype bfloat16] [--shard-gb 4]
+                                             [--verify] [--no-sync]
     python -m areal_megatron.convert from-hf HF_DIR OUT [--dtype bfloat16] [--shard-gb 4] [--verify] [--no-sync]
 
 CHECKPOINT is a checkpoint folder of a run (RUN/checkpoints/version-000012), which holds `trainer/`, a torch_dist folder
 as megatron-core writes it, and `hf/`, all of the Hugging Face folder but the weights; or a torch_dist folder alone with
---config, a folder that has config.json and tokenizer; or an export of a run (RUN/exports/version-000012). With --base,
-an export too, OUT gets only what has changed since; to-hf makes a whole folder of that again. OUT is a new folder; it
-appears whole or not at all. One process without GPUs that never holds more than a part of a tensor; every parallel
-layout and every model of areal_megatron/models. Exit code 2 and one line for input that cannot be converted. More:
-docs/checkpoints.md.
+--config, a folder that has config.json and tokenizer; or an export of a run (RUN/exports/version-000012). OUT is a new
+folder; it appears whole or not at all. One process without GPUs that never holds more than a part of a tensor; every
+parallel layout and every model of areal_megatron/models. Exit code 2 and one line for input that cannot be converted.
+More: docs/checkpoints.md.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ from areal_megatron.checkpoint.torch_dist import DistCheckpoint
 from areal_megatron.command import program
 from areal_megatron.config import ConfigError
 from areal_megatron.files import whole_folder
-from areal_megatron.models.architecture import DELTA, architecture, read_config
+from areal_megatron.models.architecture import architecture, read_config
 from areal_megatron.models.dtypes import ITEMSIZE
 from areal_megatron.models.pattern import name_at, numbers
 from areal_megatron.reshard.boxes import Box, whole
@@ -68,7 +67,6 @@ def to_hf(
     out: Path,
     *,
     description: Path | None = None,
-    base: Path | None = None,
     dtype: str | None = None,
     shard_bytes: int = SHARD_BYTES,
     verify: bool = False,
@@ -78,11 +76,10 @@ def to_hf(
     """Writes the checkpoint folder's model as the Hugging Face folder `out`, which appears whole or not at all.
 
     `checkpoint` may also be an export, or a torch_dist folder alone; then `description` is a folder with config.json,
-    tokenizer and so on. base: an export; `out` gets only what has changed since, in one file (checkpoint/delta.py).
-    dtype: the result's, None for the checkpoint's own. Files have at most shard_bytes, or one tensor.
-    verify: reads the result back and compares. sync: returns once everything is on the disk; without, a power failure
-    soon after it may leave a folder with holes. Raises CheckpointError, or ConfigError for a config.json that is
-    missing or describes no known model.
+    tokenizer and so on. dtype: the result's, None for the checkpoint's own. Files have at most shard_bytes, or one
+    tensor. verify: reads the result back and compares. sync: returns once everything is on the disk; without, a power
+    failure soon after it may leave a folder with holes. Raises CheckpointError, or ConfigError for a config.json that
+    is missing or describes no known model.
     """
     source, description = _open(checkpoint, description)
     config = read_config(description)
@@ -98,15 +95,9 @@ def to_hf(
                 progress(rows.nbytes)
                 yield rows
 
-        # How much will have changed since `base` is not known before.
-        with _new_folder(out, 0 if base else total, sync) as folder:
-            if base:
-                from areal_megatron.checkpoint.delta import write_delta  # imports torch
-
-                write_delta(folder, model, source, description, base, sync=sync, progress=progress)
-            else:
-                write_weights(folder, model, read, shard_bytes, sync)
-                copy_description(description, folder, model[0].dtype)
+        with _new_folder(out, total, sync) as folder:
+            write_weights(folder, model, read, shard_bytes, sync)
+            copy_description(description, folder, model[0].dtype)
             if verify:
                 result, _ = _open(folder)
                 with closing(result):
@@ -232,11 +223,6 @@ def _open(model: Path, description: Path | None = None) -> tuple[BoxReader, Path
     """Opens a checkpoint or an export; returns also the folder with its config and tokenizer."""
     if (model / TRAINER).is_dir():
         model, description = model / TRAINER, description or model / DESCRIPTION
-    elif (model / DELTA).exists():
-        from areal_megatron.checkpoint.delta import DeltaFolder  # imports torch
-
-        source = DeltaFolder(model)
-        return source, description or source.description
     elif (model / INDEX).exists() or (model / SINGLE).exists():
         description = description or model
         return HfFolder.of_model(model, read_config(description)), description
@@ -278,7 +264,7 @@ def main(arguments: list[str] | None = None) -> int:
             settings["report"] = lambda done, total: bar.update(task, completed=done, total=total)
             if options.direction == "to-hf":
                 description = options.config and Path(hub.model_folder(options.config, "--config", weights=False))
-                to_hf(options.checkpoint, options.out, description=description, base=options.base, **settings)
+                to_hf(options.checkpoint, options.out, description=description, **settings)
             else:
                 from_hf(Path(hub.model_folder(options.hf_dir, "HF_DIR")), options.out, **settings)
     except (CheckpointError, ConfigError) as e:
@@ -297,7 +283,6 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     to = directions.add_parser("to-hf", help="write a Hugging Face folder")
     to.add_argument("checkpoint", type=Path, help="checkpoint folder or export of a run, or a torch_dist folder")
     to.add_argument("out", type=Path, help="new folder")
-    to.add_argument("--base", type=Path, help="export of the same model: write only what has changed since")
     to.add_argument(
         "--config", help="folder, or name on the hub, with config.json and tokenizer, instead of CHECKPOINT/hf"
     )

@@ -111,12 +111,6 @@ def read_box(files: OpenFiles, extent: Extent, box: Box, out: ndarray, dtype: st
         _fill(file, extent.offset, shape, region.start, region.stop, extent.dtype, out, dtype)
 
 
-def read_bytes(files: OpenFiles, path: Path, offset: int, out: ndarray) -> None:
-    """Fills a contiguous array with the bytes of a file from `offset` on. Raises CheckpointError as read_box does."""
-    with _told_of(path):
-        _read(files.descriptor(path), offset, raw(out))
-
-
 def raw(array: ndarray) -> memoryview:
     """Returns the bytes of a contiguous array, without a copy."""
     return memoryview(array.reshape(-1).view(np.uint8))

@@ -312,17 +312,17 @@ def safetensors_entries(path: Path) -> dict[str, SafetensorsEntry]:
     return entries
 
 
-def safetensors_header(tensors: Iterable[tuple[str, str, Shape, int]], size: int = 0) -> bytes:
+def safetensors_header(tensors: Iterable[tuple[str, str, Shape, int]]) -> bytes:
     """Returns the beginning of a safetensors file in which tensors follow in this order.
 
-    Each tensor: name, the file's word for its dtype, shape and bytes. size: least bytes of what is returned.
+    Each tensor: name, the file's word for its dtype, shape and bytes.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, dtype, shape, nbytes in tensors:
         start, end = end, end + nbytes
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode().ljust(size - 8)
+    text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # tensors are to begin at a multiple of 8 bytes
     return struct.pack("<Q", len(text)) + text
 

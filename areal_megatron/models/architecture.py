@@ -40,8 +40,6 @@ FAMILIES: dict[str, Family] = {
 }
 """The class that config.json names in `architectures` → the table."""
 
-DELTA = "delta.json"
-"""In a folder that has a model only as changes of another folder's (checkpoint/delta.py)."""
 _LANGUAGE, _REWARD = "ForCausalLM", "ForSequenceClassification"
 """How the names of the classes of language models end, and of reward models."""
 
@@ -132,11 +130,6 @@ def read_config(path: str | Path) -> dict[str, Any]:
     """Returns config.json of a Hugging Face model folder. Raises ConfigError if it is missing or no JSON object,
     has a key twice, or a number that is not finite."""
     file = Path(path) / "config.json"
-    if (Path(path) / DELTA).exists():
-        raise ConfigError(
-            f"model.path: {path} holds only what has changed since another export: `areal convert to-hf {path} "
-            "NEW_FOLDER` makes a model of it"
-        )
     try:
         return read_object(file)
     except OSError as e:

@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
 from areal_megatron.checkpoint.folder import complete
-from areal_megatron.convert import to_hf
 from areal_megatron.data.dumps import dumped
 from areal_megatron.data.dumps import read as read_dump
 from areal_megatron.data.pairs import read_pairs
@@ -45,7 +44,6 @@ def fine_tuning(world, tmp_path):
         "checkpoint.every=8",
         "checkpoint.keep=10",
         "checkpoint.hf_every=6",
-        "checkpoint.hf_deltas=7",
         "eval.every=12",
     ]
 
@@ -56,8 +54,7 @@ def steps(run: Run, kind: str = "sft") -> list[dict]:
 
 @pytest.mark.soak  # test_resume.py resumes RL, of the same trainers
 def test_a_resumed_run_is_bit_equal_to_one_that_was_never_stopped(local_run, fine_tuning, tmp_path):
-    """The one is asked to stop, as Slurm does before it preempts, and then loses its trainer. Exports hold what has
-    changed since the first one, which is whole."""
+    """The one is asked to stop, as Slurm does before it preempts, and then loses its trainer."""
     straight = local_run("straight", *fine_tuning)
     stopped = local_run("stopped", *fine_tuning)
     run = Run(stopped.folder)
@@ -81,14 +78,11 @@ def test_a_resumed_run_is_bit_equal_to_one_that_was_never_stopped(local_run, fin
     expected, found = (load_file(each.hf / "model.safetensors") for each in (whole, run))
     assert expected.keys() == found.keys() and all(torch.equal(expected[name], found[name]) for name in expected)
     for each in (whole, run):
-        back = tmp_path / f"{each.folder.name}-again"
-        to_hf(each.exports / f"version-{UPDATES:06d}", back)
-        exported = load_file(back / "model.safetensors")
+        exported = load_file(each.exports / f"version-{UPDATES:06d}" / "model.safetensors")
         assert exported.keys() == expected.keys()
         assert all(torch.equal(expected[name], exported[name]) for name in expected)
-    held = {folder.name: (folder / "delta.json").exists() for folder in sorted(whole.exports.iterdir())}
-    held.setdefault("version-000018", True)  # it is left out if the two before it take longer than its updates
-    assert [*held.values()].count(False) == 1 and not held["version-000006"]
+    held = {folder.name for folder in whole.exports.iterdir()} | {"version-000018"}
+    # that one is left out if the two before it take longer than its updates
     assert sorted(held) == [f"version-{version:06d}" for version in (6, 12, 18, UPDATES)]
 
     evaluations = steps(whole, "eval")
@@ -101,7 +95,7 @@ def test_a_resumed_run_is_bit_equal_to_one_that_was_never_stopped(local_run, fin
 
 @pytest.mark.soak  # test_checkpoint.py resumes in other layouts
 def test_two_replicas_go_on_where_one_was(local_run, fine_tuning):
-    fine_tuning += ["data.eval=", "checkpoint.hf_every=0", "checkpoint.hf_deltas=0"]
+    fine_tuning += ["data.eval=", "checkpoint.hf_every=0"]
     straight = local_run("straight", *fine_tuning)
     assert straight.wait() == 0, straight.output
     middle = Run(straight.folder).checkpoints / "version-000016"

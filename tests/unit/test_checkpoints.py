@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from areal_megatron import checkpoints
 from areal_megatron.checkpoints import Export
-from areal_megatron.convert import from_hf, to_hf
+from areal_megatron.convert import from_hf
 from areal_megatron.run import Run
 from tests.support.reshard_oracle import write_model
 
@@ -91,24 +91,17 @@ def test_an_export_for_which_there_is_no_place_is_reported(checkpoint, tmp_path,
     assert "the export of out failed" in caplog.text and "exports" in caplog.text
 
 
-def test_changes_that_cannot_be_written_become_a_whole_export(checkpoint, tmp_path, anywhere, caplog):
-    """And an export that is made again takes along those that need it."""
+def test_an_export_that_is_made_again_takes_the_place_of_the_old_one(checkpoint, tmp_path, anywhere):
+    """As when a run goes on from an earlier checkpoint."""
     (checkpoint / "trainer" / "metadata.json").unlink()
     let_it_be_read(checkpoint)
-    base, needing = tmp_path / "exports" / "version-000001", tmp_path / "exports" / "version-000002"
-    shutil.copytree(tmp_path / "model", base)
-    to_hf(checkpoint, needing, base=base)
-    os.truncate(base / "model.safetensors", 1000)
-    Export(checkpoint, tmp_path / "exports" / "version-000003", base=lambda: base).join(120)
-    assert "the export of version-000003 is a whole one" in caplog.text
-    Export(checkpoint, base, base=lambda: tmp_path / "exports" / "version-000003").join(120)
-    assert sorted(path.name for path in (tmp_path / "exports").iterdir()) == ["version-000001", "version-000003"]
-    assert (base / "delta.json").exists()
-    to_hf(base, tmp_path / "whole")
-    expected = load_file(tmp_path / "model" / "model.safetensors")
-    for folder in (tmp_path / "whole", tmp_path / "exports" / "version-000003"):
-        found = load_file(folder / "model.safetensors")
-        assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in expected)
+    out = tmp_path / "exports" / "version-000002"
+    out.mkdir(parents=True)
+    (out / "of-the-old-one").write_bytes(b"")
+    Export(checkpoint, out).join(120)
+    assert [path.name for path in out.parent.iterdir()] == [out.name] and not (out / "of-the-old-one").exists()
+    found, expected = (load_file(folder / "model.safetensors") for folder in (out, tmp_path / "model"))
+    assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in expected)
 
 
 def test_an_incarnation_that_was_replaced_removes_no_export(checkpoint, tmp_path, monkeypatch, caplog):

@@ -186,7 +186,6 @@ def test_what_the_new_spelling_says_loads(tmp_path):
         (MINIMAL, ["batch_size=many"], ["batch_size", "many"]),
         (MINIMAL, ["eval_every=10"], ["override 'eval_every=10'", "an old spelling, write eval.every=10"]),
         (MINIMAL + "eval_every: 10\n", [], ["c.yaml:10", "an old spelling, write every: 10 below eval:"]),
-        (MINIMAL, ["checkpoint.hf_deltas=7"], ["checkpoint.hf_deltas", "set checkpoint.hf_every, or leave it out"]),
         (MINIMAL, ["eval.top_p=0"], ["eval.top_p", "above 0 and at most 1"]),
         (MINIMAL, ["eval.temperature=0", "eval.n=4"], ["eval.temperature", "same answer eval.n=4 times"]),
         (MINIMAL, ["batch_size=30"], ["batch_size", "30", "rollout.group_size=8"]),

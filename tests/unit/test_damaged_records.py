@@ -7,9 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from areal_megatron import audit, report, trajectories
-from areal_megatron.checkpoint import delta
 from areal_megatron.checkpoint import folder as checkpoint_folder
-from areal_megatron.checkpoint.disk import CheckpointError
 from areal_megatron.config import ConfigError
 from areal_megatron.data.dumps import Dump, write
 from areal_megatron.data.tokenizer import Tokenizer
@@ -195,33 +193,3 @@ def test_a_damaged_record_is_said_in_one_line(run, name, capsys, monkeypatch):
     path.unlink()
     for tool in tools:
         assert TOOLS[tool](run) in (0, 1, 2)
-
-
-BASES = ("a\0b", "x" * 5000, "../version-000004", "/", "\udc80")
-
-
-@pytest.mark.parametrize("base", BASES)
-def test_a_base_that_is_none_is_said(tmp_path, base):
-    folder = tmp_path / "version-000004"
-    folder.mkdir()
-    described = {
-        "about": "",
-        "format": 1,
-        "base": base,
-        "chunk_elements": 4,
-        "changed_share": 0.1,
-        "description_crc": 0,
-    }
-    (folder / delta.DELTA).write_text(json.dumps(described), encoding="utf-8")
-    with pytest.raises((CheckpointError, ConfigError), match=r"^[^\n]*$"):
-        delta.open_export(folder)
-
-
-def test_a_chain_of_bases_has_an_end(tmp_path):
-    for number in range(1200):
-        (folder := tmp_path / str(number)).mkdir()
-        described = {"about": "", "format": 1, "base": f"../{number + 1}", "chunk_elements": 4}
-        described |= {"changed_share": 0.1, "description_crc": 0}
-        (folder / delta.DELTA).write_text(json.dumps(described), encoding="utf-8")
-    with pytest.raises(CheckpointError, match="more than 64 others"):
-        delta.open_export(tmp_path / "0")

@@ -132,13 +132,8 @@ def test_further_chat_templates_are_carried(hf_folder, tmp_path):
     assert len([*(hf_folder / "additional_chat_templates").iterdir()]) == 2
     from_hf(hf_folder, tmp_path / "checkpoint")
     to_hf(tmp_path / "checkpoint", tmp_path / "back")
-    to_hf(tmp_path / "checkpoint", tmp_path / "changes", base=tmp_path / "back")
-    assert not (tmp_path / "changes" / "hf").exists(), "its description is that of its base"
     for folder in (hf_folder, tmp_path / "back"):
         assert AutoTokenizer.from_pretrained(folder).chat_template == TEMPLATES
-    (hf_folder / "additional_chat_templates" / "rag.jinja").write_text("{{ others }}")
-    to_hf(tmp_path / "checkpoint" / "trainer", tmp_path / "more", base=tmp_path / "back", description=hf_folder)
-    assert (tmp_path / "more" / "hf" / "additional_chat_templates" / "rag.jinja").read_text() == "{{ others }}"
 
 
 def test_what_is_no_checkpoint(checkpoint, tmp_path, capsys):
