@@ -316,12 +316,7 @@ class DPOConfig:
 @dataclass
 class RolloutConfig:
     engines: int = key(1, at_least=1)
-    """Engines with which a run begins."""
-    most_engines: int = key(0, at_least=0)
-    """Above 0 engines come and go as the run needs them, on slots that no other pool has: this many at most …
-    (docs/operations.md, "Stopping and resuming")."""
-    least_engines: int = key(1, at_least=1)
-    """… and this many at least."""
+    """Engines that the launcher starts. `areal engines` adds others to a running run and drains some."""
     tp: int = key(1, at_least=1)
     """Tensor-parallel size of an engine."""
     expert_parallel: bool = False
@@ -386,11 +381,6 @@ class RolloutConfig:
     need: `NAME,NAME` (docs/workflows.md)."""
     vllm: dict[str, Any] = field(default_factory=dict)
     """Options of vLLM's command line for the engines, by its own names with underscores (docs/options.md)."""
-
-    @property
-    def engines_at_most(self) -> int:
-        """The most engines that the launcher of a run may have."""
-        return max(self.engines, self.most_engines)
 
     @property
     def agent_variables(self) -> list[str]:
@@ -714,7 +704,6 @@ def check(config: Config, where: Callable[[str], str] = lambda key: key) -> None
     _check_run(config, require)
     _check_options(config, require)
     _check_ppo(config, require)
-    _check_bounds_of_engines(config, require)
     _check_environments(config, require)
     _check_reward_model(config, require)
     for f in fields(DPOConfig) if config.mode != "dpo" else ():
@@ -788,27 +777,6 @@ def _check_options(config: Config, require: Require) -> None:
     passed_through.check_speculation(rollout.vllm, starts_empty=False, require=require)
     passed_through.check_balance(trainer.megatron, require)
     passed_through.check_recomputation(trainer.megatron, trainer.recompute, require)
-
-
-def _check_bounds_of_engines(config: Config, require: Require) -> None:
-    rollout, on = config.rollout, config.rollout.most_engines > 0
-    require(
-        on or _is_default(rollout, "least_engines"),
-        "rollout.least_engines",
-        "has no meaning without rollout.most_engines, up to which engines come",
-    )
-    require(
-        not on or rollout.least_engines <= rollout.engines <= rollout.most_engines,
-        "rollout.engines",
-        f"must be from rollout.least_engines={rollout.least_engines} to rollout.most_engines={rollout.most_engines}, "
-        f"is {rollout.engines}",
-    )
-    require(
-        not on or (config.mode == "rl" and not rollout.exact_staleness and not config.machine.shared),
-        "rollout.most_engines",
-        "has no meaning where there is no pool of engines (mode), or where it takes turns with the trainers "
-        "(rollout.exact_staleness) or shares their slots (machine.shared): leave it out",
-    )
 
 
 def _check_reward_model(config: Config, require: Require) -> None:

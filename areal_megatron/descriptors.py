@@ -45,7 +45,7 @@ def needed(config: Config) -> int:
     agents = rollout.max_running if any(":" in workflow for workflow in workflows) else 0
     per_engine = each + agents + 3  # its timeline, and the connections that poll it and that tell it of weights
     workers = sum(own.reward.workers or min(32, os.cpu_count() or 1) for own in configs)
-    return rollout.engines_at_most * per_engine + 2 * config.trainer_ranks + _PIPES_PER_WORKER * workers + _OWN
+    return rollout.engines * per_engine + 2 * config.trainer_ranks + _PIPES_PER_WORKER * workers + _OWN
 
 
 def check(config: Config, limit: int) -> None:
@@ -53,7 +53,7 @@ def check(config: Config, limit: int) -> None:
     rollout = config.rollout
     if limit < (need := needed(config)):
         raise ConfigError(
-            f"rollout.max_running: {rollout.engines_at_most} engines with {rollout.max_running} answers each need"
+            f"rollout.max_running: {rollout.engines} engines with {rollout.max_running} answers each need"
             f" {need:,} open files in the controller, whose node allows {limit:,}; raise the hard limit (ulimit -Hn)"
             " or lower rollout.max_running"
         )

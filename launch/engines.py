@@ -1,12 +1,10 @@
-"""Adds engines to a running run, or takes some away: `areal engines add RUN`, `… drain RUN engine-2`,
-`… balance RUN`.
+"""Adds engines to a running run, or takes some away: `areal engines add RUN`, `… drain RUN engine-2`.
 
 `add` starts engines on this machine, as many as its GPUs hold, and looks after them until the run is over, they are
 drained, or it is interrupted; as a Slurm job: `sbatch slurm/add_engines.sh RUN`. With `--address` this machine is at
 another site (docs/sites.md). `drain` lets engines answer the requests that they have and then leave; the launcher that
-started them ends them. `balance` does both, on this machine, as the run needs it (launch/balance.py). Exit code 0: the
-run is over or all are drained, 1: the engines have failed, 2: wrong input, or a failure that repeats by itself, 130:
-interrupted. Imports neither torch nor vllm.
+started them ends them. Exit code 0: the run is over or all are drained, 1: the engines have failed, 2: wrong input, or
+a failure that repeats by itself, 130: interrupted. Imports neither torch nor vllm.
 """
 
 from __future__ import annotations
@@ -19,10 +17,9 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import psutil
@@ -32,8 +29,6 @@ from areal_megatron.command import program
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.engine.server import reserve_ports
 from areal_megatron.launch import gpus, start
-from areal_megatron.launch.balance import Balancer
-from areal_megatron.launch.elastic import LOOK_S, ask_to_leave, claim, have_some_leave, states_of
 from areal_megatron.launch.failure import Failure, Failures
 from areal_megatron.launch.health import Health
 from areal_megatron.launch.hosts import Here
@@ -42,13 +37,14 @@ from areal_megatron.launch.pools import Process, Slot
 from areal_megatron.launch.records import LaunchRecord, Pulse, read_record, state_of
 from areal_megatron.launch.supervise import Outcome, interrupt
 from areal_megatron.network import Site, join_address, split_address
-from areal_megatron.observe.advice import since_resumed
-from areal_megatron.observe.metrics import read_metrics, read_status
+from areal_megatron.observe.metrics import read_status
 from areal_megatron.observe.status import EngineState, engines_of
-from areal_megatron.run import Run, RunError, engine_index
+from areal_megatron.run import Run, RunError, engine_index, engine_name
 from areal_megatron.shown import guard
 
 _POLL_S = 0.5
+_LOOK_S = 5.0
+"""Interval between two looks at what the controller reaches."""
 _UNREACHED_S = 60.0
 """How long the controller may take to reach an engine that serves."""
 
@@ -72,19 +68,13 @@ def main(arguments: list[str] | None = None) -> int:
         default="",
         help="this machine's own address, where what goes to HOST is translated to it or forwarded (default: HOST)",
     )
-    balancing = actions.add_parser("balance", help="start engines on this machine, and drain some, as the run needs")
-    balancing.add_argument("--least", type=int, default=1, metavar="N", help="engines of the run; default 1")
-    balancing.add_argument(
-        "--most", type=int, metavar="N", help="engines of the run; default: its own and what this machine's GPUs hold"
+    adding.add_argument(
+        "--restarts", type=int, default=10, metavar="N", help="start one that dies again, N times in all"
     )
-    for starting in (adding, balancing):
-        starting.add_argument(
-            "--restarts", type=int, default=10, metavar="N", help="start one that dies again, N times in all"
-        )
-        start.add_python(starting)
+    start.add_python(adding)
     draining = actions.add_parser("drain", help="have engines leave the run")
     draining.add_argument("--timeout-s", type=float, default=3600, help="longest wait for their last answers")
-    for action in (adding, balancing, draining):
+    for action in (adding, draining):
         action.add_argument("run", type=Path, help="run folder, e.g. runs/tiny")
     draining.add_argument("engines", nargs="+", metavar="engine-E", help="its name, as areal status shows it")
     options = parser.parse_args(arguments)
@@ -92,12 +82,9 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         check_running(run)
         config = config_file.load(run.config)
-        if options.action in ("add", "balance"):
+        if options.action == "add":
             start.check_packages(config, options.python, ["rollout"])
             check_not_shared(run, config)
-        if options.action == "balance":
-            return balance(run, config, options)
-        if options.action == "add":
             if options.listen and not options.address:
                 raise ConfigError("--listen: goes with --address, by which the run reaches this machine")
             if options.address:
@@ -191,43 +178,17 @@ def add(run: Run, config: Config, options: argparse.Namespace) -> int:
     sites: list[Site] | list[None] = [None] * len(groups)
     if options.address:
         sites = sites_of(options.address, options.listen, len(groups), config.rollout.tp)
-    return _looked_after(partial(_Added, run, config, options, groups, sites))
-
-
-def balance(run: Run, config: Config, options: argparse.Namespace) -> int:
-    """Starts and drains engines as the run needs them, looks after them and returns the exit code.
-
-    Raises ConfigError if none fits here, or for bounds that cannot be met.
-    """
-    groups, own = slots(config, 0), config.rollout.engines
-    room = own + len(groups)
-    most = room if options.most is None else min(options.most, room)
-    if not 1 <= options.least <= most:
-        raise ConfigError(
-            f"--least: {options.least} is not from 1 to {most}: the run has rollout.engines={own}, this machine "
-            f"has room for {len(groups)} more" + ("" if options.most is None else f", and --most is {options.most}")
-        )
-    if config.rollout.most_engines:
-        raise ConfigError("rollout.most_engines: the launcher of this run balances its engines already")
-    if config.rollout.exact_staleness or config.machine.shared:
-        raise ConfigError("the pools of this run take turns, or share their GPUs: more engines would not help it")
-    balancer = Balancer(config, options.least, most)
-    return _looked_after(partial(_Added, run, config, options, groups, [None] * len(groups), balancer=balancer))
-
-
-def _looked_after(engines: Callable[[Here], _Added]) -> int:
     signal.signal(signal.SIGTERM, interrupt)
     try:
         with Here() as here:
-            return engines(here).outcome()
+            return _Added(run, config, options, groups, sites, here).outcome()
     except KeyboardInterrupt:
         print("interrupted: the engines have been ended", file=sys.stderr)
         return Outcome.INTERRUPTED
 
 
 class _Added:
-    """The engines that one call adds, on the GPUs or cores `groups`, at `sites` if these are others: one on each, or,
-    with a `balancer`, as many as it says."""
+    """The engines that one call adds, one on each of the GPUs or cores `groups`, at `sites` if these are others."""
 
     def __init__(
         self,
@@ -237,46 +198,43 @@ class _Added:
         groups: Sequence[list[int | str]],
         sites: Sequence[Site | None],
         here: Here,
-        balancer: Balancer | None = None,
     ):
-        self._run, self._config, self._here, self._balancer = run, config, here, balancer
+        self._run, self._config, self._here = run, config, here
         self._python, self._restarts = options.python.get("rollout", ()), options.restarts
         self._health, self._incarnation, self._lease = Health(run), run.incarnation, run.lease
-        self._places = list(zip(groups, sites, strict=True))
-        """Where no engine is yet, or none any more."""
-        self._held: dict[str, tuple[list[int | str], Site | None]] = {}
-        """Engine that has not left → its place."""
+        self._sites: dict[str, Site | None] = {}
+        """Engine that has not left → where it is, None at the site of the run."""
         self._processes: dict[str, Process] = {}
-        self._balanced = 0.0
+        for group, site in zip(groups, sites, strict=True):
+            name, host = claim(run, config.rollout.engines), socket.gethostname()
+            own = tuple(Slot(host, i) for i in group)
+            self._sites[name], self._processes[name] = site, Process(name, "rollout", engine_index(name), host, own)
         self._failures, self._refused = Failures(), False
         self._ended: dict[str, str] = {}
         """Why this launcher has ended an engine that has not been started again yet."""
 
     def outcome(self) -> int:
-        if self._balancer:
-            print(f"balancing {self._run.folder}: engines come and go after some updates", flush=True)
-        else:
-            print(f"started {', '.join(self._add(len(self._places)))} for {self._run.folder}", flush=True)
+        for name in self._sites:
+            self._start(name)
+        print(f"started {', '.join(self._sites)} for {self._run.folder}", flush=True)
         pulse, reach = Pulse(self._run, self._config.machine.silence_s), Reach(self._run)
-        while self._balancer or self._held:
-            self._balance()
+        while self._sites:
             if (state := pulse.state()) != "running":
                 print(f"the run is over: it is {state}")
                 return Outcome.DONE
             with suppress(OSError, ValueError):  # it is read again soon
                 if (incarnation := self._run.incarnation) != self._incarnation:
                     self._incarnation = incarnation
-                    self._health.begin(self._held)
+                    self._health.begin(self._sites)
                     if (lease := self._run.lease) != self._lease:  # another launcher: its controller has another secret
                         self._lease = lease
-                        for name in self._held:
+                        for name in self._sites:
                             self._start(name)
             for name, why in self._health.to_end().items():
                 self._end(name, why)
-            sites = {name: site for name, (_, site) in self._held.items() if site}
-            for news in reach.look(sites):
+            for news in reach.look({name: site for name, site in self._sites.items() if site}):
                 print(f"warning: {news}", file=sys.stderr, flush=True)
-            for name in [*self._held]:
+            for name in [*self._sites]:
                 if self._here.by_name[name].exit_code is not None:
                     self._again(name)
             time.sleep(_POLL_S)
@@ -284,44 +242,19 @@ class _Added:
             return Outcome.REFUSED
         return Outcome.FAILED if self._processes.keys() - self._health.drained else Outcome.DONE
 
-    def _balance(self) -> None:
-        now = time.monotonic()
-        if self._balancer and now - self._balanced >= LOOK_S:
-            self._balanced = now
-            with suppress(OSError, ValueError):  # it is read again soon
-                self._move(self._balancer.decide(since_resumed(read_metrics(self._run))))
-
-    def _move(self, change: int) -> None:
-        if change > 0 and (added := self._add(change)):
-            print(f"engines are short: started {', '.join(added)}", flush=True)
-        for name in have_some_leave(self._run, -change, self._processes) if change < 0 else ():
-            print(f"trainers are short: {name} is to leave", flush=True)
-
-    def _add(self, count: int) -> list[str]:
-        """Starts an engine on each of so many free places, or fewer; returns their names."""
-        places, self._places = self._places[:count], self._places[count:]
-        added = []
-        for place in places:
-            name, here = claim(self._run, self._config.rollout.engines), socket.gethostname()
-            own = tuple(Slot(here, i) for i in place[0])
-            self._held[name], self._processes[name] = place, Process(name, "rollout", engine_index(name), here, own)
-            self._start(name)
-            added.append(name)
-        return added
-
     def _start(self, name: str) -> None:
         process = self._processes[name]
-        supervisor, (_, site) = self._here.supervisor(process), self._held[name]
+        supervisor, site = self._here.supervisor(process), self._sites[name]
         self._here.start(start_order(self._config, self._run, process, supervisor, self._python, site=site))
         self._health.started(name)
 
     def _end(self, name: str, why: str) -> None:
-        if name in self._held and self._here.by_name[name].exit_code is None:
+        if name in self._sites and self._here.by_name[name].exit_code is None:
             self._ended[name] = why
             print(f"{name} {why}: it is ended", flush=True)
             self._here.kill(self._processes[name])
         if name in self._health.drained:
-            self._leave(name)
+            self._sites.pop(name, None)
 
     def _again(self, name: str) -> None:
         """Starts an engine again that has failed, if that may help."""
@@ -334,13 +267,7 @@ class _Added:
             self._restarts -= 1
             self._start(name)
         else:
-            del self._held[name]
-            if self._balancer:
-                self._balancer.failed()
-
-    def _leave(self, name: str) -> None:
-        if name in self._held:
-            self._places.append(self._held.pop(name))
+            del self._sites[name]
 
 
 class Reach:
@@ -356,7 +283,7 @@ class Reach:
     def look(self, sites: Mapping[str, Site]) -> list[str]:
         """Returns what there is to tell of these engines. To be called often."""
         now = time.monotonic()
-        if now - self._looked < LOOK_S:
+        if now - self._looked < _LOOK_S:
             return []
         self._looked = now
         reached = {engine.name for engine in engines_of(read_status(self._run)) if not engine.state.gone}
@@ -372,6 +299,31 @@ class Reach:
                         f"reached it: can its nodes connect to that port and the next ones of {host}?"
                     )
         return news
+
+
+def claim(run: Run, first: int) -> str:
+    """Returns a name that no other engine of the run has or will have. `first`: the least number to try."""
+    folder = run.folder / "added"
+    folder.mkdir(exist_ok=True)
+    index = first
+    while True:
+        try:
+            (folder / engine_name(index)).touch(exist_ok=False)
+            return engine_name(index)
+        except FileExistsError:
+            index += 1
+
+
+def ask_to_leave(run: Run, engine: str) -> None:
+    """Has an engine answer the requests that it has, and then leave."""
+    path = run.drain(engine)
+    path.parent.mkdir(exist_ok=True)
+    path.touch()
+
+
+def states_of(run: Run) -> dict[str, EngineState]:
+    """Returns the state of each engine, as the controller says."""
+    return {engine.name: engine.state for engine in engines_of(read_status(run))}
 
 
 def slots(config: Config, count: int) -> list[list[int | str]]:

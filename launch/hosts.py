@@ -56,9 +56,6 @@ class Hosts(Protocol):
     def supervisor(self, process: Process) -> str:
         """Returns the name of the supervisor that is to start the process."""
 
-    def reaches(self, process: Process) -> bool:
-        """Returns whether the process can be started where it belongs."""
-
     def start(self, order: StartOrder) -> None: ...
 
     def kill(self, process: Process) -> None:
@@ -85,9 +82,6 @@ class Here:
 
     def supervisor(self, process: Process) -> str:
         return process.node
-
-    def reaches(self, process: Process) -> bool:
-        return True
 
     def start(self, order: StartOrder) -> None:
         carry_out(order, self._children)
@@ -170,9 +164,6 @@ class Nodes:
             time.sleep(_POLL_S)
         self._heard = dict.fromkeys(expected, self._clock.now())
         return [found[name] for name in expected]
-
-    def reaches(self, process: Process) -> bool:
-        return all(self.supervisor(part) in self._heard for part in process.parts)
 
     def start(self, order: StartOrder) -> None:
         self.by_name[order.name] = Remote(order)

@@ -15,14 +15,11 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.run import engine_name, reward_engine_name, trainer_name
 
 _NODE_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?")
-_SPARE = "spare"
-"""Name of the pool of engines that may join a run."""
 _LISTED = 16
 """The most processes that the table has a line for each of; if there are more, it has a line for each node."""
 
@@ -88,8 +85,6 @@ def whole(name: str) -> str:
 class Placement:
     nodes: tuple[Node, ...]
     processes: tuple[Process, ...]
-    spare: tuple[tuple[Slot, ...], ...] = ()
-    """Slots of the engines that may join these, up to rollout.most_engines."""
 
     def pool(self, name: str) -> tuple[Process, ...]:
         return tuple(p for p in self.processes if p.pool == name)
@@ -100,8 +95,8 @@ class Placement:
 
     @property
     def idle(self) -> int:
-        """The number of slots that no process has, or may have later."""
-        taken = {slot for p in self.processes for slot in p.slots}.union(*self.spare)
+        """The number of slots that no process has."""
+        taken = {slot for p in self.processes for slot in p.slots}
         return sum(len(node.slots) for node in self.nodes) - len(taken)
 
     def table(self) -> str:
@@ -137,7 +132,7 @@ def allocate(config: Config, nodes: Sequence[Node], rollout_nodes: Sequence[Node
     if several := [process for process in processes if process.pool == "reward" and len(process.parts) > 1]:
         nodes_of = len(several[0].parts)
         raise ConfigError(f"reward.model_tp: {several[0].name} would be on {nodes_of} nodes, and has to be on one")
-    placement = Placement(everyone, tuple(processes), tuple(map(tuple, places.get(_SPARE, []))))
+    placement = Placement(everyone, tuple(processes))
     _check_cores(placement)
     return placement
 
@@ -171,9 +166,6 @@ def _wanted(config: Config) -> list[_Pool]:
             tp, engines = config.reward.model_tp, config.reward.model_engines
             asked = f"reward.model_engines={engines} × model_tp={tp} is {engines * tp}"
             pools.append(_Pool("reward", tp, engines, "reward.model_tp", asked))
-        if more := r.engines_at_most - r.engines:
-            asked = f"up to rollout.most_engines={r.most_engines} it is {more * r.tp} more"
-            pools.append(_Pool(_SPARE, r.tp, more, "rollout.tp", asked))
     return pools
 
 
@@ -311,8 +303,6 @@ def _check_cores(placement: Placement) -> None:
     for process in placement.processes:
         for name in [slot.node for slot in process.slots] or [process.node]:
             needed[name] += 1
-    for slot in chain.from_iterable(placement.spare):
-        needed[slot.node] += 1
     for node in placement.nodes:
         if 0 < node.cpus < needed[node.name]:
             raise ConfigError(
@@ -326,8 +316,6 @@ def _by_process(placement: Placement) -> str:
     for p in placement.processes:
         slots = " ".join(f"{s.node}:{s.id}" for s in p.slots) or f"{p.node}, no slot of its own"
         rows.append((p.name, p.pool, slots))
-    for own in placement.spare:
-        rows.append(("another engine", "rollout", " ".join(f"{s.node}:{s.id}" for s in own) + ", when it is needed"))
     return "\n".join(_aligned(rows))
 
 
@@ -348,7 +336,6 @@ def _by_node(placement: Placement) -> str:
         own = indices[node.name]
         cells = [node.name, _runs(own.get("trainer", [])), _runs(own.get("rollout", [])) if engines else ""]
         rows.append((*filter(None, cells), *([str(len(node.slots) - taken[node.name])] if placement.idle else [])))
-    summary += f"; {len(placement.spare)} more engines when they are needed" if placement.spare else ""
     return "\n".join([summary + (f"; {placement.idle} idle slots" if placement.idle else ""), *_aligned(rows)])
 
 

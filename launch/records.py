@@ -6,13 +6,13 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import msgspec
 
 from areal_megatron.files import read_replaced, write_atomically
 from areal_megatron.json_input import read_record as read_json_record
-from areal_megatron.launch.pools import Placement, Process
+from areal_megatron.launch.pools import Placement
 from areal_megatron.launch.processes import Log
 from areal_megatron.launch.silence import AwakeClock
 from areal_megatron.run import Away, Run
@@ -48,9 +48,8 @@ class LaunchRecord(msgspec.Struct):
 class Recorder:
     """Keeps processes.json up to date, as well as the disk allows. Several threads may write."""
 
-    def __init__(self, run: Run, placement: Placement, joining: Sequence[Process] = ()):
-        """`joining`: processes that are started later, if at all."""
-        self._run, self._placement, self._joining = run, placement, joining
+    def __init__(self, run: Run, placement: Placement):
+        self._run, self._placement = run, placement
         self._written, self._codes = 0.0, {}
         self._lock, self._over, self._failed = threading.Lock(), False, False
 
@@ -65,10 +64,9 @@ class Recorder:
             if self._over or not is_new:
                 return
             self._codes, self._written, self._over = codes, time.monotonic(), bool(outcome)
-            joined = [process for process in self._joining if process.name in codes]
             records = [
                 ProcessRecord(p.name, p.node, [slot.id for slot in p.slots], codes.get(p.name))
-                for process in [*self._placement.processes, *joined]
+                for process in self._placement.processes
                 for p in process.parts
             ]
             self._put(LaunchRecord(socket.gethostname(), time.time(), restarts_left, outcome, records))

@@ -16,7 +16,6 @@ from dataclasses import replace
 from areal_megatron.config import ConfigError
 from areal_megatron.launch import output, start
 from areal_megatron.launch.closing import closing
-from areal_megatron.launch.elastic import Elastic
 from areal_megatron.launch.failure import REFUSED, Failure, Failures
 from areal_megatron.launch.health import Health
 from areal_megatron.launch.hosts import HostError, Hosts, Remote
@@ -105,9 +104,8 @@ class _Watch:
         self._beginning, self._hosts, self._lease, self._on_poll = beginning, hosts, lease, on_poll
         self._restarts, self._python = options.restarts, options.python
         placement = beginning.plan.placement
-        self._elastic = Elastic(beginning.run, beginning.config, placement)
-        self._processes = {p.name: p for p in [*placement.processes, *self._elastic.joining]}
-        self._recorder = Recorder(beginning.run, placement, self._elastic.joining)
+        self._processes = {p.name: p for p in placement.processes}
+        self._recorder = Recorder(beginning.run, placement)
         # On a thread: a record every few seconds shows that this process lives, also while it waits for others to end.
         self._recording = Repeater(self._record, _RECORD_S).__enter__()
         self._health = Health(beginning.run)
@@ -120,23 +118,18 @@ class _Watch:
         """Starts the processes that are not running. Returns None when all have ended as they should, or how one has
         failed."""
         self._health.begin(self._hosts.by_name)
-        self._elastic.begin()
         for name in [name for name in self._processes if name not in self._hosts.by_name]:
-            if name not in self._elastic.resting:
-                self._start(name)
+            self._start(name)
         while True:
             self._hosts.refresh()
             processes = self._hosts.by_name
-            left = self.parts(self._health.drained | self._elastic.resting) | self._hosts.lost
+            left = self.parts(self._health.drained) | self._hosts.lost
             if failed := _failure(processes, self._hosts, left):
                 name, alone = whole(failed.name), self._is_dispensable(failed.name)
                 failure = self._failure(failed, alone)
                 if alone and self.may_restart(failure):
                     self._end_parts(name)
                     self._start(name)
-                elif self._elastic.is_dropped(name):
-                    self.console.note(f"{failure.text}\nthe run goes on without {name}")
-                    self._end_parts(name)
                 else:
                     return failure
             if all(c.exit_code == 0 for c in processes.values() if not is_server(c.name)):
@@ -148,18 +141,7 @@ class _Watch:
             self._on_poll()
             for name, why in self._health.to_end().items():
                 self._end(name, why)
-            self._balance()
             time.sleep(_POLL_S)
-
-    def _balance(self) -> None:
-        """Has engines come and go as the run needs them."""
-        drained = {name for name in self._health.drained if name in self._processes and not self._living(name)}
-        come, leave = self._elastic.look(self.console.updates, drained, self._hosts.reaches)
-        for name in come:
-            self._start(name)
-            self.console.note(f"engines are short: {name} is started")
-        for name in leave:
-            self.console.note(f"trainers are short: {name} is to leave")
 
     def begin_again(self) -> None:
         """Ends what the next incarnation cannot use and begins it, when the disk takes what that writes.

@@ -161,13 +161,13 @@ class Advice:
 def advise(config: Config, updates: Sequence[dict[str, Any]]) -> Advice | None:
     """Returns what to change in the split of a run; None if nothing would gain enough, or if that is not certain yet.
 
-    `updates` as in `settled`.
+    `updates` as in `_settled`.
     """
-    found = settled(config, updates)
+    found = _settled(config, updates)
     return Advice(found.short, _line(config, found)) if found and found.short else None
 
 
-def settled(config: Config, updates: Sequence[dict[str, Any]]) -> Balance | None:
+def _settled(config: Config, updates: Sequence[dict[str, Any]]) -> Balance | None:
     """Returns what the pools of a run do in an update; None if that is not certain yet.
 
     `updates` are the update lines of metrics.jsonl since the run began, or was resumed, last. Those of the first

@@ -87,12 +87,8 @@ class Console:
         if self._live:
             self._live.stop()
 
-    def note(self, event: str) -> None:
-        """Shows what has just happened."""
-        self._note(time.time(), event)
-
     @property
-    def updates(self) -> list[dict[str, Any]]:
+    def _updates(self) -> list[dict[str, Any]]:
         """The updates that were read, since the run began or was resumed last."""
         return self._steps[self._resumed_after :]
 
@@ -176,7 +172,7 @@ class Console:
     def _warn(self, record: dict[str, Any]) -> None:
         """Tells of answers that have been too stale for WARNED_EVERY updates in the mean: single updates are while a
         run learns fastest, and do no harm."""
-        shares = [share for step in self.updates if (share := step.get("effective_share")) is not None][-WARNED_EVERY:]
+        shares = [share for step in self._updates if (share := step.get("effective_share")) is not None][-WARNED_EVERY:]
         since = record["version"] - (-WARNED_EVERY if self._warned_at is None else self._warned_at)
         if len(shares) < WARNED_EVERY or since < WARNED_EVERY or mean(shares) >= LEAST_EFFECTIVE_SHARE:
             return
@@ -191,7 +187,7 @@ class Console:
 
     def _advise(self, record: dict[str, Any]) -> None:
         """Tells which pool is short, once in ADVISED_EVERY updates."""
-        advice, version = advise(self._config, self.updates), record["version"]
+        advice, version = advise(self._config, self._updates), record["version"]
         if advice and version >= self._advised_at.get(advice.short, version - ADVISED_EVERY) + ADVISED_EVERY:
             self._advised_at[advice.short] = version
             self._note(record["time"], f"advice: {advice.line}")
@@ -233,7 +229,7 @@ class Console:
         row.add_column()
         row.add_column(ratio=1)
         row.add_column(justify="right")
-        left = _seconds_left(self.updates, total - done)
+        left = _seconds_left(self._updates, total - done)
         row.add_row(
             self._unit,
             ProgressBar(total=total, completed=done, complete_style="cyan", finished_style="green"),

@@ -235,32 +235,6 @@ def test_a_job_that_loses_a_node_of_engines_goes_on_without_it(cluster, submit, 
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(1200)
-def test_a_job_starts_engines_on_nodes_of_its_own_and_not_on_a_lost_one(cluster, submit, world, tmp_path):
-    run = Run(tmp_path / "run")
-    changes = {"trainer.pp": 1, "rollout.engines": 1, "rollout.max_staleness": 2, "rollout.max_running": 4}
-    bounds = {"rollout.most_engines": 2, "held_out": 1}
-    job = submit(*tiny(world, tmp_path, updates=100000, **changes, **bounds), options=["--nodes=3"])
-
-    def served():
-        return [line["engines_serving"] for line in read_metrics(run) if line["kind"] == "update"]
-
-    eventually(lambda: run.metrics.exists() and served()[-1:] == [2], 600, lambda: cluster.output(job))
-    placed = {process.name: process.node for process in read_record(run).processes}
-    assert placed == {"controller": "node0", "trainer-0": "node0", "engine-0": "node1", "engine-1": "node2"}
-    cluster.fail("node2")
-    eventually(lambda: served()[-1:] == [1], 200, lambda: cluster.output(job))
-    reached = trained(run)
-    eventually(lambda: trained(run) >= reached + 40, 300, lambda: cluster.output(job))
-    assert cluster.output(job).count("engines are short: engine-1 is started") == 1
-    assert set(served()[reached:]) == {1} and run.incarnation == 0
-    cluster.run("scancel", job)
-    assert cluster.wait(job) == "CANCELLED"
-    eventually(lambda: not of_jobs(cluster), 20, lambda: str(of_jobs(cluster)))
-    cluster.restore("node2")
-
-
-@pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_a_heterogeneous_job_that_is_cancelled_leaves_nothing(cluster, submit, traces, world, tmp_path):
     """Trainers and engine have nodes of their own; the engine is on two and loses one of its parts."""

@@ -299,7 +299,7 @@ def test_the_console_of_a_run_shows_texts_in_its_panel_and_above_it(run, monkeyp
     output.never_fail()
     console = Console(run, config_file.load(run.config))
     print(EVIL)
-    console.note(EVIL)
+    console._note(0.0, EVIL)
     console.refresh()
     console.close()
     assert_harmless(restored.getvalue())

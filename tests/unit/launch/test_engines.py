@@ -1,6 +1,5 @@
 """What `areal engines` decides before it starts or drains anything."""
 
-import argparse
 import contextlib
 import os
 import socket
@@ -13,7 +12,6 @@ from areal_megatron.config import Config, ConfigError
 from areal_megatron.launch import engines
 from areal_megatron.launch.engines import (
     Reach,
-    balance,
     check_elsewhere,
     check_not_shared,
     check_running,
@@ -55,26 +53,6 @@ def test_engines_on_cpu_share_cores():
     cores = len(os.sched_getaffinity(0))
     assert len(slots(config("cpu", 1), 0)) == cores
     assert [own[0] for own in slots(config("cpu", 1), cores + 1)] == [*range(cores), 0]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"least": 0},
-            r"--least: 0 is not from 1 to 3: .* rollout.engines=1, .* room for 2 more$",
-        ),
-        ({"least": 3, "most": 2}, r"--least: 3 is not from 1 to 2: .*, and --most is 2$"),
-        ({"exact_staleness": True}, r"the pools of this run take turns"),
-    ],
-)
-def test_bounds_that_cannot_be_met_are_refused(run, monkeypatch, options, message):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    of_run = config("cuda", 1)
-    of_run.rollout.engines, of_run.rollout.exact_staleness = 1, options.get("exact_staleness", False)
-    given = argparse.Namespace(least=options.get("least", 1), most=options.get("most"))
-    with pytest.raises(ConfigError, match=message):
-        balance(run, of_run, given)
 
 
 def test_names_are_never_given_twice(run):
@@ -211,7 +189,7 @@ def routed_address():
 
 
 def test_an_engine_that_serves_where_the_run_does_not_reach_it_is_named_once(run, monkeypatch):
-    monkeypatch.setattr(engines, "LOOK_S", 0.0)
+    monkeypatch.setattr(engines, "_LOOK_S", 0.0)
     monkeypatch.setattr(engines, "_UNREACHED_S", 0.2)
     reach = Reach(run)
     names = dict.fromkeys(("engine-1", "engine-2"), Site("far.invalid", 0, "127.0.0.1"))

@@ -16,7 +16,7 @@ from areal_megatron.launch import hosts
 from areal_megatron.launch.hosts import HostError, Nodes
 from areal_megatron.launch.node import Supervisor, follow
 from areal_megatron.launch.orders import Alive, End, Leave, NodeHello, Present, StartOrder
-from areal_megatron.launch.pools import Process, Slot
+from areal_megatron.launch.pools import Process
 from areal_megatron.launch.slurm import Srun
 from tests.support.living import is_alive
 
@@ -246,14 +246,8 @@ def test_a_node_that_falls_silent_is_lost(capsys, tmp_path, second, continues):
             channel.events = [Alive("n1")]
             nodes.refresh()
 
-    new = [
-        Process("engine-2", "rollout", 2, nodes_of[0], tuple(Slot(node, 0) for node in nodes_of))
-        for nodes_of in (["n1"], ["n2"], ["n1", "n2"])
-    ]
-    assert [nodes.reaches(engine) for engine in new] == [True, True, True]
     if continues:
         refresh_for_a_while()
-        assert [nodes.reaches(engine) for engine in new] == [True, False, False]
         assert nodes.lost == {*second, *(["engine-1"] if "engine-1.1" in second else [])}
         assert capsys.readouterr().err.count("node n2 has said nothing") == 1
         left = [order.name for order in channel.sent if isinstance(order, End)]

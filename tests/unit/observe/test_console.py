@@ -75,7 +75,7 @@ def test_the_last_events_are_shown_where_the_terminal_is_low(run, monkeypatch):
     screen = Screen()
     console = Console(run, Config(name="demo", updates=40), screen)
     for number in range(6):
-        console.note(f"event {number} " + "of many words " * 10)
+        console._note(0.0, f"event {number} " + "of many words " * 10)
     console.refresh()
     assert "event 5" in shown(screen) and "event 0" not in shown(screen)
     console.close()
@@ -88,7 +88,7 @@ def test_the_panel_takes_the_whole_width_and_cuts_nothing(run, monkeypatch, colu
     screen = Screen()
     console = Console(run, Config(name="demo", updates=40), screen)
     advice = "advice: engines are short: " + " ".join(f"word{n}" for n in range(40)) + " " + "x" * 150
-    console.note(advice)
+    console._note(0.0, advice)
     console.close()
     rows = shown(screen).splitlines()
     assert max(map(len, rows)) == columns
