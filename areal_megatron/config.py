@@ -328,10 +328,6 @@ class RolloutConfig:
     """Answers sampled per prompt (n)."""
     max_staleness: int = key(8, at_least=0)
     """η: no trajectory is trained more than this many versions after its admission."""
-    exact_staleness: bool = False
-    """Train a batch only once the engines have finished all that max_staleness admits: every trajectory is trained
-    exactly so many versions after its admission, at the beginning as many as there are. For experiments: trainers and
-    engines take turns (docs/staleness.md)."""
     temperature: float = key(1.0, above=0)
     """Temperature at which answers to train are sampled."""
     max_new_tokens: int = key(27648, at_least=1)

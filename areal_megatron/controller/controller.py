@@ -101,18 +101,18 @@ _YOUNGER_COLLECTIONS = 1000
 class Controller:
     """Wires the parts together and lives through the phases of a run."""
 
-    def __init__(self, config: Config, run: Run):
+    def __init__(self, config: Config, run: Run, schedule: type[Schedule] = Schedule):
+        """schedule: the rule by which groups are admitted and batches formed."""
         self.config, self.run = config, run
         tokenizer = Tokenizer(config.model.path)
         prompts = read_prompts(config, "train", tokenizer, problem_with_answers)
         held_out = read_prompts(config, "eval", tokenizer, problem_with_answers)
         self.hf_config = read_config(config.model.path)
         self.start = run.start
-        self.schedule = Schedule(
+        self.schedule = schedule(
             batch_size=config.batch_size,
             group_size=config.rollout.group_size,
             max_staleness=config.rollout.max_staleness,
-            exact_staleness=config.rollout.exact_staleness,
             updates=config.updates - (self.start.batches - self.start.version),
         )
         self.timeline = Timeline(run.timeline(CONTROLLER), CONTROLLER)
@@ -325,9 +325,9 @@ class Controller:
         )
 
 
-async def control(config: Config, run: Run) -> None:
+async def control(config: Config, run: Run, schedule: type[Schedule]) -> None:
     """Runs a controller until the run is over; raises CancelledError if SIGTERM ends it before."""
-    controller = (Replay if config.mode == "replay" else Controller)(config, run)
+    controller = Replay(config, run) if config.mode == "replay" else Controller(config, run, schedule)
     life = asyncio.create_task(controller.live())
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, life.cancel)
     try:
@@ -343,7 +343,7 @@ def first_cause(error: BaseException) -> BaseException:
     return error
 
 
-def main() -> int:
+def main(schedule: type[Schedule] = Schedule) -> int:
     guard()
     run, _ = from_command_line("areal_megatron.controller.controller")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -351,7 +351,7 @@ def main() -> int:
         config = load(run.config)
         if config.mode == "rl":
             descriptors.check(config, descriptors.raise_limit())
-        asyncio.run(control(config, run))
+        asyncio.run(control(config, run, schedule))
     except asyncio.CancelledError:
         print(f"{CONTROLLER}: stopped by SIGTERM", file=sys.stderr)
         return 128 + signal.SIGTERM

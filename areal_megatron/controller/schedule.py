@@ -69,17 +69,13 @@ class Schedule:
             schedule.committed(0, version=1)
     """
 
-    def __init__(
-        self, *, batch_size: int, group_size: int, max_staleness: int, updates: int, exact_staleness: bool = False
-    ):
+    def __init__(self, *, batch_size: int, group_size: int, max_staleness: int, updates: int):
         """`batch_size` (B) is in trajectories and a multiple of `group_size` (n); `updates` batches are trained in all.
-        With `exact_staleness` a batch waits until everything that may be admitted before it has finished. Raises
-        ValueError if batch_size is no multiple."""
+        Raises ValueError if batch_size is no multiple."""
         if batch_size % group_size:
             raise ValueError(f"group_size={group_size} does not divide batch_size={batch_size}")
         self.groups_per_batch = batch_size // group_size
         self.max_staleness = max_staleness
-        self.exact_staleness = exact_staleness
         self.updates = updates
         self.version = 0
         self.engines: dict[int, int] = {}
@@ -215,8 +211,6 @@ class Schedule:
         batch = self._oldest_finished()
         if len(batch) < self.groups_per_batch or self.late_without(batch):
             return None
-        if self.exact_staleness and not self._nothing_may_come_before():
-            return None
         for group in batch:
             del self.finished[group.number]
         self.training = sorted(batch, key=lambda group: (group.epoch, group.prompt_id))
@@ -311,12 +305,6 @@ class Schedule:
 
     def _oldest_finished(self) -> list[Group]:
         return sorted(self.finished.values(), key=_by_deadline)[: self.groups_per_batch]
-
-    def _nothing_may_come_before(self) -> bool:
-        """Whether an engine samples from the version that trains next, and all that Eq. 3 lets begin has finished."""
-        return self.newest == self.version and not (
-            self.running or self.interrupted or any(map(self.may_admit, self.engines))
-        )
 
     def _commit(self, engine: int, version: int) -> None:
         self.engines[engine] = version

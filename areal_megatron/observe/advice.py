@@ -173,9 +173,9 @@ def _settled(config: Config, updates: Sequence[dict[str, Any]]) -> Balance | Non
     `updates` are the update lines of metrics.jsonl since the run began, or was resumed, last. Those of the first
     η + 1 versions after that, or after an engine came or went, and of the last η + 1 of the run are left out: engines
     have another amount of work then. Both halves of the rest must say the same, with gains that differ by a factor of
-    two at most. Nothing is said of pools that share their GPUs, or that are to take turns (rollout.exact_staleness).
+    two at most. Nothing is said of pools that share their GPUs.
     """
-    if config.mode != "rl" or config.machine.shared or config.rollout.exact_staleness:
+    if config.mode != "rl" or config.machine.shared:
         return None
     steady = _steady(config, updates)
     if len(steady) < FEWEST_UPDATES:

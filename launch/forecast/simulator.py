@@ -237,7 +237,6 @@ class Simulator:
             group_size=rollout.group_size,
             max_staleness=rollout.max_staleness,
             updates=config.updates,
-            exact_staleness=rollout.exact_staleness,
         )
         self._data: dict[int, tuple[int, np.ndarray]] = {}
         self._ended: dict[int, list[int]] = {}
@@ -436,8 +435,6 @@ class Simulator:
             is_first = version > self.schedule.newest
             self.schedule.committed(engine.number, version)
             self._dispatch(self._engines.values() if is_first else [engine])  # by the first, all have larger shares
-            if self._config.rollout.exact_staleness:
-                self._train()
 
     # Who works beside whom
 

@@ -21,6 +21,7 @@ from areal_megatron.observe.metrics import read_metrics, read_status
 from areal_megatron.run import Run
 from tests.support.living import left_over
 from tests.support.reshard_oracle import expected_checksums, held_checksums
+from tools.bench import staleness as staleness_bench
 
 ROOT = Path(__file__).parents[2]
 
@@ -76,14 +77,14 @@ def test_staleness_holds_while_groups_are_filtered(local_run, world, capsys, eta
     if eta == 16:
         changes |= {
             "rollout.dump": True,
-            "rollout.exact_staleness": True,
             "trainer.dp": 2,
             "machine.slots": 3,
             "rollout.max_new_tokens": 64,
             "rollout.workflow": "tests.support.workflows:twice",
             "rollout.turns": 2,
         }
-    started = local_run(f"eta-{eta}", *small(world, **changes))
+    equal = [f"--python=controller={staleness_bench.EQUAL}"] if eta == 16 else []
+    started = local_run(f"eta-{eta}", *small(world, **changes), *equal)
     assert started.wait() == 0, started.output
     run = Run(started.folder)
     lines = ledger(run)
@@ -91,6 +92,7 @@ def test_staleness_holds_while_groups_are_filtered(local_run, world, capsys, eta
     assert sorted(line["version"] for line in lines) == sorted([*range(6)] * replicas)
     staleness = [line["version"] - admitted for line in lines for admitted in line["admission_versions"]]
     assert min(staleness) >= 0 and max(staleness) <= eta
+    assert eta != 16 or staleness == [line["version"] for line in lines for _ in line["admission_versions"]]
     assert Counter(uid for line in lines for uid in line["uids"]).most_common(1)[0][1] == 1
     updates = [line for line in read_metrics(run) if line["kind"] == "update"]
     assert max(u["staleness_max"] for u in updates) == max(staleness)

@@ -16,6 +16,7 @@ import argparse
 import fcntl
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -45,12 +46,12 @@ SETTINGS = [
     "batch_size=128",
     "optimizer.warmup_steps=0",
     "rollout.max_running=512",
-    "rollout.exact_staleness=true",
     "eval.n=4",
     "eval.share=1",
 ]
-"""What differs from configs/tiny_cpu.yaml in every cell. Every answer is trained η versions after its admission, and
-evaluations are of one version."""
+"""What differs from configs/tiny_cpu.yaml in every cell. Evaluations are of one version."""
+EQUAL = shlex.join([sys.executable, str(Path(__file__).with_name("equal_staleness.py"))])
+"""How Python is called for the controller: every answer is trained η versions after its admission."""
 BASE_SEED = 1
 RUN_TIMEOUT_S = 1800
 SHARES = ("effective_share", "kl_proximal", "clip_share", "capped_share", "masked_share")
@@ -158,6 +159,7 @@ class Sweep:
             "-m",
             "areal_megatron.launch.local",
             "configs/tiny_cpu.yaml",
+            f"--python=controller={EQUAL}",
             f"runs_dir={folder.parent}",
             f"name={cell.name}",
             f"model.path={self.base / 'sft' / 'hf'}",

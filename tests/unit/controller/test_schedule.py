@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_megatron.controller.schedule import Schedule, ScheduleError
+from tools.bench.equal_staleness import EqualStaleness
 
 RANDOM_SCHEDULES = 2_000
 
@@ -42,13 +43,8 @@ class World:
             self.add_engine()
 
     def new_schedule(self):
-        return Schedule(
-            batch_size=self.batch_size,
-            group_size=self.n,
-            max_staleness=self.staleness,
-            updates=self.updates,
-            exact_staleness=self.exact,
-        )
+        kind = EqualStaleness if self.exact else Schedule
+        return kind(batch_size=self.batch_size, group_size=self.n, max_staleness=self.staleness, updates=self.updates)
 
     def add_engine(self):
         engine = len(self.engines)
@@ -315,8 +311,8 @@ def test_synchronous_runs_admit_one_batch_and_train_it():
     assert it.may_admit(0)
 
 
-def test_exact_staleness_trains_every_group_as_late_as_the_bound_allows():
-    it = Schedule(batch_size=4, group_size=2, max_staleness=3, updates=8, exact_staleness=True)
+def test_equal_staleness_trains_every_group_as_late_as_the_bound_allows():
+    it = EqualStaleness(batch_size=4, group_size=2, max_staleness=3, updates=8)
     it.add_engine(0, 0)
     trained = []
     for prompt in range(1000):

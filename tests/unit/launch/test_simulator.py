@@ -132,7 +132,6 @@ def test_trainers_wait_for_a_checkpoint_to_be_copied(eta):
     engines=st.integers(1, 5),
     eta=st.integers(0, 4),
     slots=st.integers(1, 4),
-    exact=st.booleans(),
     every=st.integers(0, 2),
     interruption=st.booleans(),
     filtered=st.sampled_from([0.0, 0.3]),
@@ -142,13 +141,11 @@ def test_trainers_wait_for_a_checkpoint_to_be_copied(eta):
     alone=st.sampled_from([1.0, 0.7]),
     cores=st.sampled_from([math.inf, 2]),
 )
-@example(0, 1, 1, 5, 1, 1, False, 0, False, 0.0, 40.0, math.inf, 2e9, 0.7, math.inf)  # trainers that fail are gone
+@example(0, 1, 1, 5, 1, 1, 0, False, 0.0, 40.0, math.inf, 2e9, 0.7, math.inf)  # trainers that fail are gone
 def test_of_every_run(
-    seed, groups, n, engines, eta, slots, exact, every, interruption, filtered, mtbf_s, kv_tokens, flops, alone, cores
+    seed, groups, n, engines, eta, slots, every, interruption, filtered, mtbf_s, kv_tokens, flops, alone, cores
 ):
-    made = config(
-        groups=groups, n=n, engines=engines, eta=eta, max_running=slots * n, every=every, exact_staleness=exact
-    )
+    made = config(groups=groups, n=n, engines=engines, eta=eta, max_running=slots * n, every=every)
     around = Circumstances(interruption, filtered, mtbf_s, return_s=3, node_gpus=2, cores=cores, seed=seed)
     lengths = LognormalLengths(150, 1.0, 600, prompt=30)
     made_up = times(made, kv_tokens, gpu=replace(H100, flops=flops))  # with few, trainers are what everything waits for
