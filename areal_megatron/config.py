@@ -197,8 +197,6 @@ class CorrectionConfig:
 
     truncate: float = key(5.0, at_least=0)
     """w is capped at this."""
-    floor: float = key(0.0, at_least=0, at_most=1)
-    """w is raised to this."""
     product_truncate: float = key(0.0, at_least=0)
     """w becomes the product of w over the trajectory's tokens, capped at this, for each of them."""
     mask_low: float = key(0.0, at_least=0, below=1)
@@ -856,16 +854,6 @@ def _check_corrections(ppo: PPOConfig, require: Require) -> None:
             f"ppo.correction.{name}",
             "would change nothing: with ppo.objective=naive every weight is 1",
         )
-    require(
-        not c.floor or not c.truncate or c.floor < c.truncate,
-        "ppo.correction.floor",
-        f"must be below ppo.correction.truncate={c.truncate:g}, is {c.floor:g}",
-    )
-    require(
-        not c.floor or c.floor > c.mask_low,
-        "ppo.correction.floor",
-        f"would change nothing: ppo.correction.mask_low={c.mask_low:g} masks what {c.floor:g} would raise",
-    )
     require(
         not c.product_truncate or not c.truncate or c.product_truncate <= c.truncate,
         "ppo.correction.product_truncate",

@@ -32,11 +32,6 @@ def truncated(weights: Tensor, lag: Tensor, sequences: Tensor, cap: float) -> Te
     return weights.clamp(max=math.log(cap))
 
 
-def raised(weights: Tensor, lag: Tensor, sequences: Tensor, floor: float) -> Tensor:
-    """max(weight, floor)."""
-    return weights.clamp(min=math.log(floor))
-
-
 def truncated_product(weights: Tensor, lag: Tensor, sequences: Tensor, cap: float) -> Tensor:
     """The weight of the whole sequence, which is the product over its tokens, up to `cap`, for each of its tokens
     (sequence-level TIS: Liu, Li et al., "When Speed Kills Stability")."""
@@ -75,7 +70,6 @@ def sequence_mean(values: Tensor, sequences: Tensor) -> Tensor:
 
 CORRECTIONS: dict[str, Correction] = {
     "product_truncate": truncated_product,
-    "floor": raised,
     TRUNCATED: truncated,
     "mask_low": _masks(_of_token, above=False),
     "mask_high": _masks(_of_token, above=True),

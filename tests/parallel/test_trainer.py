@@ -102,7 +102,7 @@ VARIANTS = {
     "run-corrected-products": {
         "algorithm": "boba_grpo",
         "correction": CorrectionConfig(
-            product_truncate=1.4, floor=0.6, product_mask_low=0.3, product_mask_high=2.0, negative_mask=0.1
+            product_truncate=1.4, product_mask_low=0.3, product_mask_high=2.0, negative_mask=0.1
         ),
     },
     "run-log-linear": {"objective": "loglinear", "penalty": PenaltyConfig(entropy=0.1, kl=1.0, kl_form="k1")},

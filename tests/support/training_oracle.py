@@ -170,8 +170,6 @@ def weights(lag: Tensor, correction: dict[str, float]) -> Tensor:
     product = ratio.prod()
     if cap := correction.get("product_truncate"):
         weights = torch.full_like(ratio, min(product, cap))
-    if floor := correction.get("floor"):
-        weights = torch.maximum(weights, torch.tensor(floor))
     if cap := correction.get("truncate"):
         weights = torch.minimum(weights, torch.tensor(cap))
     deciding = {"mask": ratio, "sequence_mask": product ** (1 / len(ratio)), "product_mask": product}

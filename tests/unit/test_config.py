@@ -201,17 +201,6 @@ def test_what_the_new_spelling_says_loads(tmp_path):
         (MINIMAL, ["ppo.correction.mask_high=0.5"], ["ppo.correction.mask_high", "above 1"]),
         (MINIMAL, ["ppo.correction.sequence_mask_low=1"], ["ppo.correction.sequence_mask_low", "below 1"]),
         (MINIMAL, ["ppo.correction.mask_high=2", "ppo.objective=naive"], ["ppo.correction.mask_high", "naive"]),
-        (MINIMAL, ["ppo.correction.floor=0.5", "ppo.objective=naive"], ["ppo.correction.floor", "naive"]),
-        (
-            MINIMAL,
-            ["ppo.correction.floor=0.5", "ppo.correction.truncate=0.4"],
-            ["ppo.correction.floor", "below ppo.correction.truncate=0.4"],
-        ),
-        (
-            MINIMAL,
-            ["ppo.correction.floor=0.2", "ppo.correction.mask_low=0.5"],
-            ["ppo.correction.floor", "ppo.correction.mask_low=0.5 masks what 0.2 would raise"],
-        ),
         (
             MINIMAL,
             ["ppo.correction.product_truncate=10"],

@@ -17,7 +17,6 @@ ADVANTAGES = (-1.5, 0.0, 1e-9, 2.0)
 CORRECTIONS = {
     "none": {},
     "truncate": {"truncate": 5.0},
-    "floor": {"floor": 0.5},
     "product": {"product_truncate": 5.0},
     "mask": {"mask_low": 0.5, "mask_high": 5.0},
     "sequence mask": {"sequence_mask_high": 5.0},
@@ -37,7 +36,7 @@ def weight(lag, drift, advantage, bounds):
     masked |= w > bounds.get("sequence_mask_high", math.inf)
     masked |= advantage < 0 and -(lag + drift) > bounds.get("negative_mask", math.inf)
     w = min(w, Decimal(bounds.get("truncate", "inf")), Decimal(bounds.get("product_truncate", "inf")))
-    return Decimal(0) if masked else max(w, Decimal(bounds.get("floor", 0)))
+    return Decimal(0) if masked else w
 
 
 def clipped(u, a, dual):

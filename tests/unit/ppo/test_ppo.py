@@ -29,7 +29,6 @@ LENGTHS = (1, 17, 30, 12)
 CORRECTIONS = {
     "none": {},
     "truncate": {"truncate": CAP},
-    "floor": {"floor": 0.7},
     "mask above": {"mask_high": 1.45},
     "mask on both sides": {"mask_low": 0.5, "mask_high": 2.2},
     "sequences above": {"sequence_mask_high": 1.5},
@@ -40,7 +39,6 @@ CORRECTIONS = {
     "negative sequences": {"negative_mask": 0.03},
     "all": {
         "product_truncate": 1.9,
-        "floor": 0.6,
         "truncate": 1.2,
         "mask_low": 0.4,
         "mask_high": 1.9,
@@ -77,7 +75,7 @@ def plain_weights(current, proximal, behaviour, advantage, bounds):
     left = statistics.fmean(b - c for b, c in zip(behaviour, current, strict=True))
     for ratio in ratios:
         weight = min(product, bounds["product_truncate"]) if "product_truncate" in bounds else ratio
-        weight = min(max(weight, bounds.get("floor", 0)), bounds.get("truncate", math.inf))
+        weight = min(weight, bounds.get("truncate", math.inf))
         for name, value in zip(MASKS, (ratio, product ** (1 / len(ratios)), product), strict=True):
             if not bounds.get(f"{name}_low", 0) <= value <= bounds.get(f"{name}_high", math.inf):
                 weight = 0.0
