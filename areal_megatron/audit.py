@@ -15,7 +15,7 @@ import sys
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
@@ -86,7 +86,6 @@ def surviving(run: Run, config: Config) -> tuple[list[Batch], list[str]]:
                 break  # the run died before that replica had written it
             if len({(part.version, part.applied) for part in parts}) > 1:
                 faults.append(f"batch {number}: replicas disagree on its version or whether it was applied")
-            bound, size = parts[0].max_staleness, parts[0].group_size
             batches.append(
                 Batch(
                     number,
@@ -95,8 +94,8 @@ def surviving(run: Run, config: Config) -> tuple[list[Batch], list[str]]:
                     [uid for part in parts for uid in part.uids],
                     [version for part in parts for version in part.admission_versions],
                     [prompt for part in parts for prompt in part.prompts],
-                    config.rollout.max_staleness if bound is None else bound,
-                    config.rollout.group_size if size is None else size,
+                    parts[0].max_staleness,
+                    parts[0].group_size,
                     [uid for part in parts for uid in part.trained_after_another_prompt],
                 )
             )
@@ -239,29 +238,29 @@ class _Part(msgspec.Struct):
     uids: list[int]
     admission_versions: list[int]
     prompts: list[Prompt]
-    max_staleness: int | None = None
-    group_size: int | None = None
-    replicas: Annotated[int, Meta(ge=1, le=2**20)] | None = None
-    sampled_from: list[Any] = []
-    """A checksum of the prompt that each trajectory was sampled from, as far as it is known."""
-    trained_from: list[Any] = []
+    max_staleness: int
+    group_size: int
+    replicas: Annotated[int, Meta(ge=1, le=2**20)]
+    sampled_from: list[int | None]
+    """A checksum of the prompt that each trajectory was sampled from; None if no engine was asked."""
+    trained_from: list[int]
     """Likewise of the prompt that it was trained with."""
 
     def __post_init__(self) -> None:
-        if len(self.uids) != len(self.admission_versions):
+        if len({*map(len, (self.uids, self.admission_versions, self.sampled_from, self.trained_from))}) > 1:
             raise ValueError("lists of different lengths")
 
     @property
     def trained_after_another_prompt(self) -> list[int]:
         """The uids of trajectories that were trained with another prompt than the sampler had."""
-        checksums = zip(self.uids, self.sampled_from, self.trained_from, strict=False)
+        checksums = zip(self.uids, self.sampled_from, self.trained_from, strict=True)
         return [uid for uid, sampled, trained in checksums if sampled is not None and sampled != trained]
 
 
 def _ledgers(run: Run, config: Config, incarnation: int) -> list[Path]:
     """Returns the ledger of each replica of an incarnation: trainer.dp may have been another one than now."""
     first = _parts(run.ledger(0, incarnation))
-    replicas = (first[0].replicas if first else None) or config.trainer.dp
+    replicas = first[0].replicas if first else config.trainer.dp
     return [run.ledger(replica, incarnation) for replica in range(replicas)]
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
@@ -42,28 +42,26 @@ def load(path: str | Path, overrides: list[str] = ()) -> Config:
 
     A default that other keys decide, such as the clip of an algorithm, is decided here.
 
-    Raises ConfigError for a missing file, broken YAML, an unknown key (with the nearest valid one), an old spelling
-    (with the new one), a key given twice in the file, a value of the wrong type or out of range, and keys that
-    contradict each other.
+    Raises ConfigError for a missing file, broken YAML, an unknown key (with the nearest valid one), a key given twice
+    in the file, a value of the wrong type or out of range, and keys that contradict each other.
     """
     path = Path(path)
     config, places, passed = OmegaConf.structured(Config), {}, {section: {} for section in _PASSED_THROUGH}
     for key, node, place in [*_read_file(path), *(_read_override(text) for text in overrides)]:
-        _refuse_old_spelling(key, node, place)
         if found := _passed_through(key):
             section, option = found
-            places[key], passed[section][option] = place.text, _option(node)
+            places[key], passed[section][option] = place, _option(node)
             continue
-        _check_known(key, place.text)
-        places[key] = place.text
+        _check_known(key, place)
+        places[key] = place
         wanted = describe(_FIELDS[_any_entry(key)])
         if not isinstance(node, yaml.ScalarNode):
-            raise ConfigError(f"{place.text}: {key}: must be {wanted}, is {_value(node)}")
+            raise ConfigError(f"{place}: {key}: must be {wanted}, is {_value(node)}")
         _make_room(config, key, place)
         try:
             OmegaConf.update(config, key, node.value)
         except OmegaConfBaseException:
-            raise ConfigError(f"{place.text}: {key}: must be {wanted}, is {node.value!r}") from None
+            raise ConfigError(f"{place}: {key}: must be {wanted}, is {node.value!r}") from None
     missing = [re.sub(r"\[(\d+)\]", r".\1", key) for key in OmegaConf.missing_keys(config)]
     if not config.data.train and not config.environments:
         missing.append("data.train")
@@ -94,25 +92,7 @@ def text(config: Config) -> str:
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
-class _Place:
-    """Where a value was written, for errors, and how another one is written there."""
-
-    def __init__(self, text: str, in_file: bool):
-        self.text, self._in_file = text, in_file
-
-    def spelled(self, values: dict[str, Any]) -> str:
-        """`values` (dotted key → value) as they are to be written in this place."""
-        texts = {
-            key: "true" if value is True else "false" if value is False else value for key, value in values.items()
-        }
-        if not self._in_file:
-            return " ".join(f"{key}={value}" for key, value in texts.items())
-        section = next(iter(values)).rpartition(".")[0]
-        inner = ", ".join(f"{key.rpartition('.')[2]}: {value}" for key, value in texts.items())
-        return f"{inner} below {section}:"
-
-
-Entry = tuple[str, yaml.Node, _Place]
+Entry = tuple[str, yaml.Node, str]
 """A dotted key, its value, and where it was written."""
 
 
@@ -137,19 +117,17 @@ def _read_file(path: Path) -> list[Entry]:
 def _entries(path: Path, tree: yaml.MappingNode, prefix: str, lines: dict[str, int]) -> Iterator[Entry]:
     for name, node in tree.value:
         line = name.start_mark.line + 1
-        place = _Place(f"{path}:{line}", in_file=True)
+        place = f"{path}:{line}"
         if not isinstance(name, yaml.ScalarNode) or "." in name.value:
-            raise ConfigError(
-                f"{place.text}: {_value(name)!r} is no key: in a file, keys are indented below their section"
-            )
+            raise ConfigError(f"{place}: {_value(name)!r} is no key: in a file, keys are indented below their section")
         key = f"{prefix}{name.value}"
         if key in lines:
-            raise ConfigError(f"{place.text}: {key}: was given on line {lines[key]} already")
+            raise ConfigError(f"{place}: {key}: was given on line {lines[key]} already")
         lines[key] = line
         if key == _LIST and isinstance(node, yaml.SequenceNode):
             for number, entry in enumerate(node.value):
                 if not isinstance(entry, yaml.MappingNode):
-                    raise ConfigError(f"{place.text}: {key}: expected `- name: …` with further keys below, for each")
+                    raise ConfigError(f"{place}: {key}: expected `- name: …` with further keys below, for each")
                 yield from _entries(path, entry, f"{key}.{number}.", lines)
         elif key in _SECTIONS | _PASSED_THROUGH and key != _LIST and isinstance(node, yaml.MappingNode):
             yield from _entries(path, node, f"{key}.", lines)
@@ -162,13 +140,13 @@ def _any_entry(key: str) -> str:
     return re.sub(rf"^{_LIST}\.\d+\.", f"{_LIST}.0.", key)
 
 
-def _make_room(config: DictConfig, key: str, place: _Place) -> None:
+def _make_room(config: DictConfig, key: str, place: str) -> None:
     """Adds an entry to the list that the key is of, if it is about the first that is not there yet."""
     if not (found := re.match(rf"{_LIST}\.(\d+)\.", key)):
         return
     number, there = int(found[1]), len(config[_LIST])
     if number > there:
-        raise ConfigError(f"{place.text}: {key}: there is no {_LIST}.{there} before it")
+        raise ConfigError(f"{place}: {key}: there is no {_LIST}.{there} before it")
     if number == there:
         config[_LIST].append(EnvironmentConfig())
 
@@ -182,7 +160,7 @@ def _read_override(text: str) -> Entry:
         _value(node)
     except yaml.YAMLError:
         raise ConfigError(f"override {text!r}: the value is not YAML") from None
-    return key, node, _Place(f"override {text!r}", in_file=False)
+    return key, node, f"override {text!r}"
 
 
 def _value(node: yaml.Node) -> Any:
@@ -218,79 +196,3 @@ def _check_known(key: str, where: str) -> None:
     found = (same_leaf or near or [None])[0]
     known = f", which is {describe(_FIELDS[found])}" if found in _FIELDS else ""
     raise ConfigError(f"{where}: unknown key {key!r}" + (f", did you mean {found!r}{known}?" if found else ""))
-
-
-def _refuse_old_spelling(key: str, node: yaml.Node, place: _Place) -> None:
-    """Raises ConfigError for what was spelled otherwise before every setting had a key of its own."""
-    if key not in _OLD or (key in _FIELDS and isinstance(node, yaml.ScalarNode)):
-        return
-    try:
-        new = place.spelled(_OLD[key](_value(node)))
-    except (TypeError, ValueError, AttributeError, IndexError, KeyError):
-        raise ConfigError(
-            f"{place.text}: {key}: is an old spelling; see areal_megatron/config.py for its keys"
-        ) from None
-    raise ConfigError(f"{place.text}: {key}: is an old spelling, write {new}")
-
-
-def _pair(first: str, second: str) -> Callable[[Any], dict[str, Any]]:
-    return lambda value: dict(zip((first, second), value, strict=True))
-
-
-def _one_entry(name_key: str, value_key: str) -> Callable[[Any], dict[str, Any]]:
-    def spelled(value: dict[str, Any]) -> dict[str, Any]:
-        ((name, number),) = value.items()
-        return {name_key: name, value_key: number}
-
-    return spelled
-
-
-def _both_sides(prefix: str) -> Callable[[float], dict[str, Any]]:
-    """What was the b of [1/b, b]."""
-    return lambda value: {f"{prefix}_low": float(f"{1 / value:.4g}"), f"{prefix}_high": value}
-
-
-def _steps(share: float) -> int | str:
-    return f"{share:g} × all steps" if share else 0
-
-
-def _schedule(value: dict[str, float]) -> dict[str, Any]:
-    ((shape, share),) = value.items()
-    return {"optimizer.schedule": shape, "optimizer.warmup_steps": _steps(share)}
-
-
-def _pass_rate(value: list[float]) -> dict[str, Any]:
-    if not value:
-        return {"rollout.filter_groups": False}
-    low, high = sorted(value)
-    found = {"rollout.filter_groups": True, "rollout.min_pass_rate": low, "rollout.max_pass_rate": high}
-    found |= {"rollout.draw_min_pass_rate": low, "rollout.draw_max_pass_rate": high}
-    return found | ({"rollout.easiest_first": True} if value[0] > value[1] else {})
-
-
-def _experts(value: list[str]) -> dict[str, Any]:
-    return {"rollout.expert_parallel": "parallel" in value, "rollout.replay_routes": "replay" in value}
-
-
-_OLD: dict[str, Callable[[Any], dict[str, Any]]] = {
-    "eval_every": lambda value: {"eval.every": value},
-    "optimizer.adam": lambda value: dict(
-        zip(("optimizer.beta1", "optimizer.beta2", "optimizer.eps"), value, strict=True)
-    ),
-    "optimizer.schedule": _schedule,
-    "optimizer.warmup": lambda value: {"optimizer.warmup_steps": _steps(value)},
-    "ppo.clip": _pair("ppo.clip_low", "ppo.clip_high"),
-    "ppo.correction.truncated": lambda value: {"ppo.correction.truncate": value},
-    "ppo.correction.icepop": _both_sides("ppo.correction.mask"),
-    "ppo.correction.sequence_mask": _both_sides("ppo.correction.sequence_mask"),
-    "ppo.penalty.kl_k1": lambda value: {"ppo.penalty.kl": value, "ppo.penalty.kl_form": "k1"},
-    "ppo.penalty.kl_k2": lambda value: {"ppo.penalty.kl": value, "ppo.penalty.kl_form": "k2"},
-    "ppo.penalty.kl_k3": lambda value: {"ppo.penalty.kl": value, "ppo.penalty.kl_form": "k3"},
-    "ppo.critic.lambda": lambda value: {"ppo.critic.gae_lambda": value},
-    "rollout.pass_rate": _pass_rate,
-    "rollout.experts": _experts,
-    "rollout.workflow": _one_entry("rollout.workflow", "rollout.turns"),
-    "reward.range": _pair("reward.wrong", "reward.right"),
-    "machine.timeout_s": lambda value: {"machine.peer_timeout_s": value},
-}
-"""Old key → the new keys for its value. Where the key is still one, only a dict or list is old."""

@@ -56,8 +56,8 @@ class Written(NamedTuple):
     """What a file must hold."""
 
     size: int
-    crc: int | None
-    """zlib.crc32 of the file; None in checkpoints of earlier releases: unknown."""
+    crc: int
+    """zlib.crc32 of the file."""
 
 
 @dataclass(frozen=True)
@@ -347,7 +347,7 @@ def _fault(path: Path, file: Written) -> str:
         return "is missing"
     if (found := path.stat().st_size) != file.size:
         return f"has {found} bytes, was written with {file.size}"
-    if file.crc is not None and _crc(path) != file.crc:
+    if _crc(path) != file.crc:
         return "does not hold what was written (CRC)"
     return ""
 

@@ -103,7 +103,7 @@ class Generation:
         interrupted = [group for group in saved.interrupted if self._is_resumable(group, state.resumable)]
         kept = {group.number for group in (*finished, *interrupted)}
         lost = [group for group in (*saved.finished, *saved.interrupted) if group.number not in kept]
-        admitted = -(-saved.admitted * (state.group_size or n) // n)  # so that no uid is given twice
+        admitted = -(-saved.admitted * state.group_size // n)  # so that no uid is given twice
         lost += self._schedule.restore(replace(saved, admitted=admitted, finished=finished, interrupted=interrupted))
         self._again.extend(sorted([*state.again, *((group.epoch, group.prompt_id) for group in lost)]))
         self._trajectories = {number: state.trajectories[number] for number in self._schedule.finished}

@@ -38,8 +38,8 @@ class ControllerState(PromptDrawing, kw_only=True):
     """Trajectories of the finished groups, by number of the group."""
     resumable: dict[int, InterruptedGroup] = msgspec.field(default_factory=dict)
     """What the interrupted groups have, by number of the group."""
-    group_size: int = 0
-    """The n of the run, by which its uids are numbered; 0: unknown."""
+    group_size: int
+    """The n of the run, by which its uids are numbered."""
     prompts_too_long: int
     reward_failures: int = 0
     answers_refused: int = 0

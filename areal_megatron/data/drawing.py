@@ -59,12 +59,11 @@ class Drawing(msgspec.Struct, kw_only=True):
     """`Cursor.at` of prompts.py."""
     order: int = 0
     """`Cursor.order`."""
-    digests: bytes = b""
-    """The `digest_of` each row, 8 bytes each; empty, as are those below: unknown, as in checkpoints of earlier
-    releases."""
+    digests: bytes
+    """The `digest_of` each row, 8 bytes each."""
     tokenizer: str = ""
     template: str = ""
-    """`Tokenizer.digests`."""
+    """`Tokenizer.digests`; empty: unknown."""
     environments: list[dict[str, Any]] = []
     """Key of the config → value in each environment, of what decides how answers are sampled and scored; a run without
     environments has one, a supervised run none."""
@@ -88,8 +87,6 @@ class Drawing(msgspec.Struct, kw_only=True):
 
     def _other_rows(self, now: Drawing, members: Sequence[Member]) -> str:
         before, after = (np.frombuffer(digests, f"V{_DIGEST_BYTES}") for digests in (self.digests, now.digests))
-        if not (len(before) and len(after)):
-            return f"{now.rows} rows, but the checkpoint was made with {self.rows}" if self.rows != now.rows else ""
         known = min(len(before), len(after))
         other = [*np.flatnonzero(before[:known] != after[:known]), *range(known, len(after))]
         first = f", the first is {members[other[0]].where}" if other else ""
@@ -149,8 +146,6 @@ def goes_on(
     something differs from the run's `own` checkpoint.
     """
     if not (difference := saved.difference(now, members)):
-        if not saved.digests:
-            say(f"{checkpoint} is of an earlier release: only the number of rows could be compared with its data")
         return True
     if own:
         raise ConfigError(

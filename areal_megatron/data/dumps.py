@@ -125,7 +125,7 @@ def recorded(folder: Path, first: int, batch_size: int) -> list[Path]:
 
 def check_same(folder: Path, checkpoint: Path) -> None:
     """Raises ConfigError if the batch that the replay of a checkpoint has trained last is not that of the folder."""
-    if not (path := checkpoint / REPLAYED).exists():  # it has trained none, or is of an earlier release
+    if not (path := checkpoint / REPLAYED).exists():  # it has trained none
         return
     last = read(path, _decode_replayed)
     found = dumped(folder).get(last.number)

@@ -37,7 +37,7 @@ class Trajectory(msgspec.Struct, kw_only=True):
     loss_mask: np.ndarray
     """uint8 [R], 1 where the token is trained"""
     asked: int | None = None
-    """`checksum` of the tokens that the engine was sent for its first token; None in dumps of earlier releases."""
+    """`checksum` of the tokens that the engine was sent for its first token; None if no engine was asked."""
     reward: float
     truncated: bool
     """Whether the answer was cut at rollout.max_new_tokens."""

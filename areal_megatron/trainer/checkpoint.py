@@ -18,15 +18,13 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
-from torch.distributed.checkpoint import FileSystemReader
 
 from areal_megatron.checkpoint import torch_dist_file
 from areal_megatron.checkpoint.folder import Written
-from areal_megatron.checkpoint.torch_dist import ALIASES, MODEL_PREFIXES
+from areal_megatron.checkpoint.torch_dist import MODEL_PREFIXES
 from areal_megatron.checkpoint.torch_dist_file import Image, file_name
 from areal_megatron.errors import first_line
 from areal_megatron.run import RunError
@@ -244,7 +242,6 @@ def load(trainer: Trainer, path: Path) -> None:
         if "critic" in states and "critic" not in common:
             raise ValueError("it has no critic: resume it without ppo.critic, or take one of a run that had a critic")
         state = states.pop("policy") | states
-        _name_as_saved(state, path)
         if common["sizes"] == asdict(trainer.sizes):
             state["generators"] = checkpoint_tensors.generator_state(trainer)
         with cpu_passes_for_cuda():
@@ -274,16 +271,6 @@ def _sharded(name: str, learner: Learner) -> dict[str, Any]:
         for number, chunk in model.items()
     }
     return {"model": tensors, "optimizer": optimizer}
-
-
-def _name_as_saved(state: dict[str, Any], path: Path) -> None:
-    """Renames the layer norms, and their optimizer states, if the checkpoint has them under the names of local layers,
-    as those that were saved before both kinds of layers shared names."""
-    saved = FileSystemReader(path).read_metadata().state_dict_metadata
-    for sharded in nested_values(state):
-        if isinstance(sharded, ShardedTensor) and sharded.key not in saved:
-            for plain, fused in ALIASES.items():
-                sharded.key = sharded.key.replace(fused, plain)
 
 
 def _said(error: Exception) -> str:

@@ -54,7 +54,7 @@ def launch(world, tmp_path, *overrides):
         (["rollout.workflow=multi_turn"], ["rollout.turns", "multi_turn needs at least 2"]),
         (["rollout.max_new_tokens=100000"], ["rollout.max_new_tokens", "max_position_embeddings=512"]),
         (["rollout.easiest_first=true"], ["rollout.easiest_first", "train.jsonl has a pass_rate to order by"]),
-        (["rollout.pass_rate=[0.1]"], ["rollout.pass_rate", "old spelling"]),
+        (["rollout.pass_rate=[0.1]"], ["rollout.pass_rate", "unknown key"]),
         (["trainer.recompute=selective"], ["trainer.recompute", "one of auto, none, elementwise, mlp, full"]),
         (["rollout.vllm.kv_cach_dtype=fp8"], ["rollout.vllm.kv_cach_dtype", "did you mean kv_cache_dtype?"]),
         (["rollout.vllm.tensor_parallel_size=2"], ["rollout.vllm.tensor_parallel_size", "use rollout.tp"]),

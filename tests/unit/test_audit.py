@@ -69,6 +69,11 @@ class Past:
                     "uids": [group.number * GROUP + k for k in range(GROUP)],
                     "admission_versions": [group.admission_version] * GROUP,
                     "prompts": [[group.epoch, group.prompt_id]] * GROUP,
+                    "max_staleness": 1,
+                    "group_size": GROUP,
+                    "replicas": 2,
+                    "sampled_from": [7] * GROUP,
+                    "trained_from": [7] * GROUP,
                 }
                 self.run.check_current()
                 with self.run.ledger(replica).open("a") as ledger:
@@ -87,6 +92,7 @@ class Past:
             again=[],
             schedule=self.schedule.save(),
             trajectories={},
+            group_size=GROUP,
             prompts_too_long=0,
         )
         self.run.check_current()
@@ -172,9 +178,6 @@ def test_each_batch_is_held_to_the_sizes_of_its_incarnation(past):
     """Another number of replicas, and of answers in a group, than the run has now."""
     past.config.trainer.dp, past.config.rollout.group_size = 1, 4
     save(past.config, past.run.config)
-    for replica in range(2):
-        for line in range(9):
-            past.edit(replica, line, replicas=2, group_size=GROUP)
     assert audit(past.run) == []
 
 

@@ -33,7 +33,7 @@ def test_they_are_the_users_alone_and_renewed_with_the_secret(run):
     path.chmod(0o640)
     assert not run.make_private() and stat.S_IMODE(path.stat().st_mode) == 0o600
     path.unlink()
-    assert not run.make_private()  # an earlier release made none
+    assert not run.make_private()  # there is nothing that others could have read
     run.create(exist_ok=True)
     run.credentials.calling()
 

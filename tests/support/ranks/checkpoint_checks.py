@@ -30,7 +30,7 @@ from areal_megatron.data.trajectory import BatchPart
 from areal_megatron.packing.partition import split
 from areal_megatron.run import Replaced, Run, RunError
 from areal_megatron.train import train
-from areal_megatron.trainer import checkpoint, checkpoint_tensors, layers
+from areal_megatron.trainer import checkpoint, checkpoint_tensors
 from areal_megatron.trainer.cpu import cpu_passes_for_cuda
 from areal_megatron.trainer.trainer import Trainer
 from areal_megatron.weights import save_hf
@@ -134,26 +134,18 @@ def check_resumed(folder: Path, rank: int, config: Config, run: str, exact: bool
         same_metrics(metrics, expected)
 
 
-@contextmanager
-def names_of_local_layers() -> Iterator[None]:
-    """Trainers that are made here have local layers whose norms have names of their own in checkpoints."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layers, "checkpoint_names", lambda *_: {})
-        yield
-
-
-LAYERS = {"local": nullcontext, "engine": transformer_engine, "old": names_of_local_layers}
-RESUMED_BY = {"local": ("engine",), "engine": ("local",), "old": ("local", "engine")}
+LAYERS = {"local": nullcontext, "engine": transformer_engine}
+RESUMED_BY = {"local": "engine", "engine": "local"}
 """Layers that saved a checkpoint → those that resume from it."""
 
 
 def check_layers(folder: Path, rank: int, model: str, layout: dict, critic: bool) -> None:
-    """Checkpoints of TransformerEngine's layers and of local ones have the same tensors. Each resume from the other's,
-    and both from older ones of local layers, whose names differ."""
+    """Checkpoints of TransformerEngine's layers and of local ones have the same tensors. Each resume from the
+    other's."""
     ppo = PPOConfig(minibatches=2, penalty=PENALTY, critic=CRITIC if critic else CriticConfig())
     config = make_config(folder, model, layout, ppo=ppo)
     expected, names = None, {}
-    for saved, resumed_by in RESUMED_BY.items():
+    for saved, kind in RESUMED_BY.items():
         with LAYERS[saved](), open_trainer(folder, rank, config, f"saved-{saved}") as subject:
             saver = checkpoint.Saver(subject)
             update(subject, 0, 1, saver)
@@ -164,13 +156,12 @@ def check_layers(folder: Path, rank: int, model: str, layout: dict, critic: bool
         expected = expected or metrics
         same_metrics(metrics, expected)
         names[saved] = set(FileSystemReader(folder / saved).read_metadata().state_dict_metadata)
-        for kind in resumed_by:
-            with LAYERS[kind](), open_trainer(folder, rank, config, f"resumed-{kind}-{saved}") as subject:
-                assert any("layer_norm_weight" in name for name in held(subject)) == (kind == "engine")
-                checkpoint.load(subject, folder / saved)
-                same_metrics(update(subject, 1, 2), expected)
+        with LAYERS[kind](), open_trainer(folder, rank, config, f"resumed-{kind}-{saved}") as subject:
+            assert any("layer_norm_weight" in name for name in held(subject)) == (kind == "engine")
+            checkpoint.load(subject, folder / saved)
+            same_metrics(update(subject, 1, 2), expected)
     tensors = {kind: {name for name in of if "_extra_state" not in name} for kind, of in names.items()}
-    assert tensors["local"] == tensors["engine"] != tensors["old"]
+    assert tensors["local"] == tensors["engine"]
     assert names["local"] != names["engine"]  # TransformerEngine's norms have entries of their own
 
 

@@ -16,7 +16,6 @@ from areal_megatron.data.drawing import Drawing, goes_on, saved_in
 from areal_megatron.data.prompts import drawing_of, read_prompts
 from areal_megatron.data.supervised import SupervisedData, write
 from areal_megatron.data.tokenizer import Tokenizer
-from areal_megatron.data.trajectory import store
 
 TEMPLATE = "{% for m in messages %}{{ strftime_now('%Y') }} {{ m['content'] }}={% endfor %}"
 
@@ -64,7 +63,9 @@ def saved_by(config, checkpoint, **changes):
     """What the launcher reads of a controller's checkpoint."""
     schedule = Schedule(batch_size=4, group_size=2, max_staleness=1, updates=9).save()
     drawing = asdict(drawn(config)[0]) | {"cursor": (1, 3)} | changes
-    said = state.ControllerState(**drawing, again=[], schedule=schedule, trajectories={}, prompts_too_long=0)
+    said = state.ControllerState(
+        **drawing, again=[], schedule=schedule, trajectories={}, group_size=2, prompts_too_long=0
+    )
     state.write(said, checkpoint / "controller.msgpack")
     assert asdict(saved_in(checkpoint)).items() <= asdict(state.read(checkpoint / "controller.msgpack")).items()
     return saved_in(checkpoint)
@@ -263,19 +264,6 @@ def test_a_reward_model_is_known_wherever_it_is(folder, world):
     now, prompts = drawn(config)
     with pytest.raises(ConfigError, match=r"reward\.model: the checkpoint was made with another reward model"):
         goes_on(saved, now, prompts, folder, own=True)
-
-
-def test_a_checkpoint_of_an_earlier_release_is_held_to_what_it_says(folder):
-    """It knows the number of rows, and has interrupted answers without their prompts."""
-    config = config_of(folder)
-    now, prompts = drawn(config)
-    known = {"prompts": 8, "seed": 1, "cursor": [0, 5], "mixture": [], "order": 0}
-    store(known | {"again": [], "interrupted": {3: [["a"]]}, "trajectories": {}}, folder / "controller.msgpack")
-    said = []
-    assert goes_on(saved_in(folder), now, prompts, folder, own=True, say=said.append)
-    assert len(said) == 1 and "earlier release" in said[0]
-    with pytest.raises(ConfigError, match=r"data.train: 7 rows, but the checkpoint was made with 8"):
-        goes_on(saved_in(folder), msgspec.structs.replace(now, rows=7), prompts[:7], folder, own=True)
 
 
 SUPERVISED = {

@@ -139,7 +139,7 @@ def test_a_checkpoint_of_a_replay_knows_its_recording(folder, tmp_path):
         return recording.trained
 
     last, other, checkpoint = asyncio.run(play()), tmp_path / "other", tmp_path / "version-000002"
-    check_same(folder, checkpoint)  # of an earlier release: it says nothing
+    check_same(folder, checkpoint)  # it has trained none
     store(last, checkpoint / REPLAYED)
     shutil.copytree(folder, other)
     check_same(other, checkpoint)
