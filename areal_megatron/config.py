@@ -101,6 +101,11 @@ class MachineConfig:
     was written for (areal_megatron/extras.py)."""
 
     @property
+    def ask_again_s(self) -> float:
+        """How long a trainer's request may wait before it is told to ask again, well before it gives up."""
+        return min(5.0, self.peer_timeout_s / 4)
+
+    @property
     def is_cpu(self) -> bool:
         """Whether processes on this machine compute on its CPU; looks for NVIDIA's driver where `device` is auto."""
         return self.device == "cpu" or (self.device == "auto" and not Path("/dev/nvidiactl").exists())
@@ -657,9 +662,9 @@ def decide_defaults(config: Config, given: Container[str]) -> None:
     if config.ppo.algorithm in PUBLISHED:
         defaults |= PUBLISHED[config.ppo.algorithm].defaults
     defaults["optimizer.warmup_steps"] = min(OptimizerConfig().warmup_steps, max(config.optimizer_steps, 0) // 10)
-    for key, value in defaults.items():
-        if key not in given:
-            section, name = key.split(".")
+    for place, value in defaults.items():
+        if place not in given:
+            section, name = place.split(".")
             setattr(getattr(config, section), name, value)
 
 

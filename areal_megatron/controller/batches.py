@@ -47,11 +47,6 @@ class Stopwatch:
         return total
 
 
-def ask_again_s(config: Config) -> float:
-    """Returns how long a trainer's request may wait before it is told to ask again, well before it gives up."""
-    return min(5.0, config.machine.peer_timeout_s / 4)
-
-
 class BatchSchedule(Protocol):
     """The part of Schedule that Batches needs: decides which groups train `version`, and is told how that went."""
 
@@ -112,7 +107,7 @@ class Batches:
         Raises Refusal if another batch is next.
         """
         with suppress(TimeoutError):
-            async with asyncio.timeout(ask_again_s(self._config)):
+            async with asyncio.timeout(self._config.machine.ask_again_s):
                 while (answer := self._answer(request)) is None:
                     await self._changed.wait()
                 return answer
@@ -230,7 +225,7 @@ class Batches:
         """Returns when the batch formed last is on disk, or cannot be written, or takes long: the run survives that."""
         if self._dump is None:
             return
-        done, _ = await asyncio.wait([self._dump], timeout=ask_again_s(self._config))
+        done, _ = await asyncio.wait([self._dump], timeout=self._config.machine.ask_again_s)
         if done:
             writing, self._dump = self._dump, None
             try:

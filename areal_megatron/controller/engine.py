@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable
 
-from areal_megatron import lateness as attended
+from areal_megatron import lateness
 from areal_megatron.config import Config
 from areal_megatron.controller.changed import Changed
 from areal_megatron.engine.client import EngineClient, EngineError, Load
@@ -163,12 +163,12 @@ class Engine:
         nothing for silence_s or samples nothing for timeout_s."""
         poll_s = max(_POLL_S, engines / _POLLS_PER_S)
         await asyncio.sleep(poll_s * (self.index % engines) / engines)  # all at once would hold everything else up
-        tokens, seen, progress = None, attended.now(), attended.now()
+        tokens, seen, progress = None, lateness.now(), lateness.now()
         while not self.gone:
             started = self._started
             await asyncio.sleep(_ARRIVES_S)
             load = await self._load(silence_s)
-            now = attended.now()
+            now = lateness.now()
             held = load.running + load.waiting
             self._tally()
             self._waiting = load.waiting

@@ -97,8 +97,8 @@ class Evaluation:
         if not answers:
             log.error("version %d is not evaluated: the rewards of all answers failed, see the log above", version)
             return None
-        figures = await asyncio.to_thread(self._figures, answers)  # resampling would hold up requests
-        return figures | {"seconds": (end - start) / 1e9}
+        found = await asyncio.to_thread(self._figures, answers)  # resampling would hold up requests
+        return found | {"seconds": (end - start) / 1e9}
 
     def use_all_slots(self) -> None:
         """Nothing else runs from now on."""

@@ -8,9 +8,8 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from areal_megatron import lateness as attended
+from areal_megatron import lateness
 from areal_megatron.config import Config
-from areal_megatron.controller.batches import ask_again_s
 from areal_megatron.controller.changed import Changed
 from areal_megatron.controller.engine import Engine, connect, connector, room_of
 from areal_megatron.controller.schedule import Schedule
@@ -56,7 +55,7 @@ class Fleet:
         self._fresh = not run.start.checkpoint and not config.engines_start_empty
         """Whether engines begin with the weights of version 0, with which the run begins."""
         self.engines: list[Engine] = []
-        self._links: dict[int, EngineUpdates] = {}
+        self._updates: dict[int, EngineUpdates] = {}
         self._connected = asyncio.Event()
         self._published = -1
         self._announced: dict[str, str] = {}
@@ -68,12 +67,12 @@ class Fleet:
     async def connect(self) -> None:
         """Waits until every engine of the config serves. Raises EngineError or RunError if one does not within
         rollout.start_timeout_s."""
-        deadline = attended.now() + self._config.rollout.start_timeout_s
+        deadline = lateness.now() + self._config.rollout.start_timeout_s
         indices = range(self._config.rollout.engines)
         for index in indices:
-            await asyncio.to_thread(self._run.endpoint, engine_name(index), max(0.0, deadline - attended.now()))
+            await asyncio.to_thread(self._run.endpoint, engine_name(index), max(0.0, deadline - lateness.now()))
         engines = [connect(self._config, self._run, index, self._changed) for index in indices]
-        await asyncio.gather(*(e.wait_until_ready(max(1.0, deadline - attended.now())) for e in engines))
+        await asyncio.gather(*(e.wait_until_ready(max(1.0, deadline - lateness.now())) for e in engines))
         for engine in engines:
             await self._take_in(engine, fresh=self._fresh)
         self._connected.set()
@@ -85,7 +84,7 @@ class Fleet:
 
             def look_after(engine: Engine) -> None:
                 tasks.create_task(self._look_after(engine))
-                tasks.create_task(self._links[engine.index].run())
+                tasks.create_task(self._updates[engine.index].run())
 
             for engine in self.engines:
                 look_after(engine)
@@ -116,8 +115,8 @@ class Fleet:
         """Returns when every published version was committed or has failed; nobody waits for trials."""
         for engine in self.engines:
             if engine.unreached:
-                self._links[engine.index].cut("the run is over")
-        await asyncio.gather(*(link.settled() for link in self._links.values()))
+                self._updates[engine.index].cut("the run is over")
+        await asyncio.gather(*(updates.settled() for updates in self._updates.values()))
 
     async def close(self) -> None:
         for engine in self.engines:
@@ -137,7 +136,7 @@ class Fleet:
         """Returns the links that are to carry the version, or NotYet while engines start; one that is published again
         goes to those who lack it."""
         with contextlib.suppress(TimeoutError):
-            await attended.within(ask_again_s(self._config), self._connected.wait())
+            await lateness.within(self._config.machine.ask_again_s, self._connected.wait())
         if not self._connected.is_set():
             return NotYet()
         again, self._published = message.version == self._published, message.version
@@ -145,19 +144,19 @@ class Fleet:
         some_reached = not all(engine.unreached for engine in present)
         links = []
         for engine in present:
-            link = self._links[engine.index]
-            if (link.lacks(message.version) or not again) and (link.is_due or not some_reached):
-                links.append(link.publish(message, trial=engine.unreached and some_reached))
+            updates = self._updates[engine.index]
+            if (updates.lacks(message.version) or not again) and (updates.is_due or not some_reached):
+                links.append(updates.publish(message, trial=engine.unreached and some_reached))
         return Links(links)
 
     def delivered(self, message: Delivered) -> None:
-        if message.engine not in self._links:
+        if message.engine not in self._updates:
             raise Refusal(f"there is no engine {message.engine}")
-        self._links[message.engine].delivered(message)
+        self._updates[message.engine].delivered(message)
 
     def cut(self, message: Sending) -> Links:
         """Returns those of the links whose engine will never commit what is on its way."""
-        return Links([link for link in message.links if self._links[link.engine].is_cut(link.generation)])
+        return Links([link for link in message.links if self._updates[link.engine].is_cut(link.generation)])
 
     def bring_weights(self, publish_again: Callable[[], bool]) -> None:
         """Has the current version published again if an engine serves without any, or is due for a trial. Raises
@@ -171,11 +170,11 @@ class Fleet:
         lacking = [
             engine
             for engine in self.engines
-            if (link := self._links[engine.index]).lacks(version)
+            if (updates := self._updates[engine.index]).lacks(version)
             and (engine.version < 0 or engine.unreached)
-            and link.is_due
+            and updates.is_due
         ]
-        tried = [engine.name for engine in lacking if self._links[engine.index].failed_in_a_row > _ATTEMPTS]
+        tried = [engine.name for engine in lacking if self._updates[engine.index].failed_in_a_row > _ATTEMPTS]
         if tried and not self._schedule.engines:
             raise EngineError(
                 f"{', '.join(tried)} did not get version {version}, and no other engine serves; see above"
@@ -187,7 +186,7 @@ class Fleet:
         """Returns figures of the last `elapsed` seconds and of the last commits."""
         serving = [engine for engine in self.engines if not engine.gone]
         idle, full = ([take(e) for e in serving] for take in (Engine.take_idle_s, Engine.take_full_s))
-        last = [link.last for link in self._links.values() if link.last]
+        last = [updates.last for updates in self._updates.values() if updates.last]
         account = {
             key: max(update[key] for update in last) for key in ("publish_s", "commit_s", "weights_changed") if last
         }
@@ -198,7 +197,7 @@ class Fleet:
             "engine_idle_share": min(1.0, sum(idle) / max(len(idle), 1) / elapsed),
             "engine_full_share": min(1.0, sum(full) / max(len(full), 1) / elapsed),
             "engine_lag_max": max((self._schedule.version - engine.version for engine in serving), default=0),
-            "link_failures": sum(link.failures for link in self._links.values()),
+            "link_failures": sum(updates.failures for updates in self._updates.values()),
         }
 
     async def _take_in(self, engine: Engine, fresh: bool) -> None:
@@ -210,7 +209,7 @@ class Fleet:
             engine.version = -1
             await engine.client.take_over()  # it may have lived with the incarnation before
         self.engines.append(engine)
-        self._links[engine.index] = EngineUpdates(
+        self._updates[engine.index] = EngineUpdates(
             self._config, self._hf_config, engine, self._committed, self._is_dispensable
         )
         if fresh:
@@ -219,7 +218,7 @@ class Fleet:
     async def _added(self, name: str) -> Engine | None:
         """Takes in an engine that somebody has started for this run, if it is a new one that serves."""
         index = engine_index(name)
-        if index in self._links or (found := await self._serving(name)) is None:
+        if index in self._updates or (found := await self._serving(name)) is None:
             return None
         engine = Engine(index, found, Timeline(self._run.timeline(name), name), self._changed, room_of(self._config))
         engine.state = EngineState.READY
@@ -259,11 +258,11 @@ class Fleet:
                 await engine.watch(self._config.machine.peer_timeout_s, rollout.silence_s, len(self.engines))
             except EngineError as e:
                 self._lose(engine, e)
-            lost = attended.now()
+            lost = lateness.now()
             while self._stays_away(engine) or not await self._is_back(engine):
                 if len(self._gone) < len(self.engines):
-                    lost = attended.now()  # the others continue without it
-                elif attended.now() > lost + rollout.start_timeout_s:
+                    lost = lateness.now()  # the others continue without it
+                elif lateness.now() > lost + rollout.start_timeout_s:
                     timeout_s = rollout.start_timeout_s
                     raise EngineError(f"{engine.name} was lost and not started again within {timeout_s:.0f} s")
                 await asyncio.sleep(_POLL_S)
@@ -305,7 +304,7 @@ class Fleet:
     def _take_out(self, engine: Engine, state: EngineState, reason: str) -> None:
         engine.leave(state)
         self._gone.add(engine.index)
-        self._links[engine.index].cut(reason)
+        self._updates[engine.index].cut(reason)
         self._events.lost(engine)
 
     def _committed(self, engine: Engine) -> None:

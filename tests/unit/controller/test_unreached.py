@@ -280,7 +280,7 @@ def test_an_engine_that_begins_without_weights_is_asked_nothing_before_they_have
             while not schedule.engines:
                 await asyncio.sleep(0.02)
             assert schedule.engines == {0: 0} and whole.version == 0
-            while not fleet._links[1].failures:
+            while not fleet._updates[1].failures:
                 await asyncio.sleep(0.02)
             assert schedule.engines == {0: 0}
             assert [engine.status.state for engine in fleet.engines] == ["ready", "waiting for weights"]
