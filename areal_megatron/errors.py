@@ -10,6 +10,13 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
+def first_cause(error: BaseException) -> BaseException:
+    """Returns the first error inside nested groups."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
 def printable(text: str, most: int = 200) -> str:
     """Returns the first `most` characters of a text from outside as shown.escaped does: it can neither end a line of a
     log nor command a terminal."""

@@ -40,12 +40,12 @@ from areal_megatron.config import (
     RewardConfig,
     RolloutConfig,
 )
-from areal_megatron.controller.controller import first_cause
 from areal_megatron.controller.engine import Engine, connect
 from areal_megatron.data.files import fetch, records, source_names
 from areal_megatron.data.prompts import Prompt, read_prompts
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.engine.client import EngineError
+from areal_megatron.errors import first_cause
 from areal_megatron.files import new_folder, write_atomically, write_json
 from areal_megatron.launch.engines import slots
 from areal_megatron.launch.failure import Failure

@@ -65,6 +65,7 @@ from areal_megatron.data.dumps import forget
 from areal_megatron.data.prompts import Prompt, read_prompts
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.engine.client import EngineError
+from areal_megatron.errors import first_cause
 from areal_megatron.models.architecture import read_config
 from areal_megatron.models.flops import SequenceFlops
 from areal_megatron.network import address
@@ -334,13 +335,6 @@ async def control(config: Config, run: Run, schedule: type[Schedule]) -> None:
         await life
     finally:
         await controller.close()
-
-
-def first_cause(error: BaseException) -> BaseException:
-    """Returns the first error inside nested groups."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 def main(schedule: type[Schedule] = Schedule) -> int:
