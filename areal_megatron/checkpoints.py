@@ -343,6 +343,16 @@ class Checkpoints:
         shutil.rmtree(checkpoint_folder.partial(self._run, version), ignore_errors=True)
 
     @contextlib.contextmanager
+    def in_place_of_the_model(self) -> Iterator[None]:
+        """Completes the last checkpoint, which holds the model too, where the model cannot be written. Raises
+        RunError."""
+        try:
+            yield
+        except OSError as e:
+            self.finish()
+            raise RunError(f"the trained model could not be written: {e}; make room, and resume=auto writes it") from e
+
+    @contextlib.contextmanager
     def _removed_if_it_fails(self) -> Iterator[None]:
         """Removes a checkpoint that could not be finished."""
         try:

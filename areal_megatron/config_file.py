@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,17 @@ def options(given: list[str]) -> dict[str, Any]:
     """Returns options that are passed through, each given as `name=value`, unchecked. Raises ConfigError if one is not
     given so."""
     return {name: _option(node) for name, node, _ in map(_read_override, given)}
+
+
+def check_stdin(check: Callable[[Config], None]) -> int:
+    """Loads a config from standard input and has it checked. Returns the exit code: 2, after one line, for a
+    ConfigError."""
+    try:
+        check(load("/dev/stdin"))
+    except ConfigError as e:
+        print(f"error: {str(e).removeprefix('/dev/stdin: ')}", file=sys.stderr)
+        return 2
+    return 0
 
 
 def save(config: Config, path: Path) -> None:

@@ -11,7 +11,7 @@ from areal_megatron import config_file
 from areal_megatron.config import Config
 from areal_megatron.data.supervised import SupervisedData
 from areal_megatron.data.tokenizer import Tokenizer
-from areal_megatron.run import Run, RunError, from_command_line, one_line
+from areal_megatron.run import Run, from_command_line, one_line
 from areal_megatron.shown import guard
 from areal_megatron.versions import require
 
@@ -45,11 +45,8 @@ def teach(
             evaluate(step)
         checkpoints.after_update(step, step, last)
     else:
-        try:
+        with checkpoints.in_place_of_the_model():
             save_hf(config, run, trainer)
-        except OSError as e:
-            checkpoints.finish()  # the last one holds the model, too
-            raise RunError(f"the trained model could not be written: {e}; make room, and resume=auto writes it") from e
     checkpoints.finish()
     progress.finish(stopped=step < config.updates)
 

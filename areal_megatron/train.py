@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from areal_megatron import config_file
-from areal_megatron.run import RunError, from_command_line, one_line
+from areal_megatron.run import from_command_line, one_line
 from areal_megatron.shown import guard
 from areal_megatron.versions import require
 
@@ -40,11 +40,8 @@ def train(trainer: Trainer, experience: Experience, weights: Weights, checkpoint
             weights.publish(version)
         checkpoints.after_update(version, number + 1, last=number + 1 == batches)
     else:
-        try:
+        with checkpoints.in_place_of_the_model():
             weights.save_hf()
-        except OSError as e:
-            checkpoints.finish()  # the last one holds the model, too
-            raise RunError(f"the trained model could not be written: {e}; make room, and resume=auto writes it") from e
     weights.wait_until_delivered()
     checkpoints.finish()
     experience.finish()

@@ -45,12 +45,7 @@ def require(config: Config) -> None:
 
 def main() -> int:
     guard()
-    try:
-        check(config_file.load("/dev/stdin"))
-    except ConfigError as e:
-        print(f"error: {str(e).removeprefix('/dev/stdin: ')}", file=sys.stderr)
-        return 2
-    return 0
+    return config_file.check_stdin(check)
 
 
 if __name__ == "__main__":
