@@ -1,8 +1,8 @@
 """Options that a config passes through to vLLM (`rollout.vllm`) and to megatron-core (`trainer.megatron`).
 
 Here are the names that the project sets itself, with the reason and the key to use instead. All others are taken under
-the names and with the values of the two libraries, which check them (engine/options.py, trainer/options.py). Imports
-neither: a config is loaded where they are not installed.
+the names and with the values of the two libraries, which check them (engine/vllm_options.py, trainer/check_fields.py).
+Imports neither: a config is loaded where they are not installed.
 """
 
 from __future__ import annotations

@@ -201,11 +201,8 @@ def choose_device(config: Config) -> torch.device:
 def _open_store(config: Config, run: Run, rank: int, timeout: timedelta) -> dist.Store:
     """Returns the TCPStore of the pool, which takes orders from anybody who reaches it (docs/operations.md).
 
-    A FileStore in the run folder would not, but is none for a pool: each rank looks up every member of each of its
-    groups, in two operations (76 operations a rank with 2 ranks, 110 with 4, 147 with 8; 3,000 with 384 and 7,300 with
-    1,000 by their groups), and each operation locks the one file. These are 1.2 million locks with 384 ranks: at 1 ms,
-    one after another as a file server takes them while ranks still write, 20 minutes, and two hours with 1,000. Lustre
-    has such locks only where it was mounted with them. Links look at the store every few milliseconds.
+    A FileStore in the run folder would not, but each of its operations locks one file, so that hundreds of ranks would
+    wait for each other for many minutes.
     """
     if rank > 0:
         host, _, port = run.endpoint(STORE, config.machine.peer_timeout_s).rpartition(":")
