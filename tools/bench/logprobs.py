@@ -18,7 +18,6 @@ import argparse
 import json
 import time
 from pathlib import Path
-from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -26,6 +25,7 @@ import torch.nn.functional as F
 
 import areal_megatron.trainer  # noqa: F401  (adapts megatron-core to this machine before anything imports it)
 from areal_megatron.trainer.logprobs import Vocabulary, tile_of, token_logprobs
+from tools.bench.figures import cell, spread, spreads
 
 MIB = 2**20
 ROWS = 2**27
@@ -121,10 +121,6 @@ def peak(device: torch.device, reset: bool = False) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 
 
-def spread(values: list[float]) -> dict[str, float]:
-    return {"median": median(values), "min": min(values), "max": max(values)}
-
-
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--tokens", type=int, default=32768)
@@ -154,7 +150,7 @@ def main(arguments: list[str] | None = None) -> None:
     report = {"device": str(device), "threads": torch.get_num_threads(), "torch": torch.__version__}
     report |= {key: value for key, value in vars(options).items() if key != "json"}
     for name, runs in found.items():
-        report[name] = {key: spread([run[key] for run in runs]) for key in runs[0]}
+        report[name] = spreads(runs)
         over = [run["seconds"] / own["seconds"] for run, own in zip(runs, found["tiles"], strict=True)]
         report[name]["seconds_over_tiles"] = spread(over)
     print(f"{options.tokens} tokens × {options.vocabulary} columns, hidden size {options.hidden}, {options.dtype}")
@@ -163,8 +159,7 @@ def main(arguments: list[str] | None = None) -> None:
     for name in RUNS:
         line = f"{name:<6}"
         for key, digits, width in (("seconds", 1, 26), ("seconds_over_tiles", 2, 22), ("peak_mib", 0, 28)):
-            x = report[name][key]
-            line += f"{x['median']:,.{digits}f} ({x['min']:,.{digits}f} – {x['max']:,.{digits}f})".rjust(width)
+            line += cell(report[name][key], digits).rjust(width)
         print(line + f"  (of {options.full_tokens} tokens, scaled up)" * (name == "full"))
     if options.json:
         options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
