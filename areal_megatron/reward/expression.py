@@ -20,7 +20,7 @@ from areal_megatron.reward.interval import TURNED, intervals_of
 from areal_megatron.reward.no_score import AnswerRefused
 from areal_megatron.reward.notation import restates
 from areal_megatron.reward.numeral import LONGEST_BARE, bare, in_base, is_unit, numeral
-from areal_megatron.reward.question import SCALED_MATRIX, asked_for, has_name, repeats
+from areal_megatron.reward.question import asked_for, has_name, repeats, rewrites
 from areal_megatron.reward.tokens import NotRead, prepared, tokens_of
 from areal_megatron.reward.value import NoValue, Values, is_constant, names_of
 from areal_megatron.reward.wording import as_formula, letters_of, without_integer
@@ -174,20 +174,22 @@ def _multiplied(node: Formula) -> Formula:
     if node.kind == "power" and parts[1].value in ("T", "top") and parts[0].kind in ("bracket", "matrix"):
         rows = parts[0].value[0] if parts[0].kind == "matrix" else 1
         return Formula("matrix", parts[0].parts, (len(parts[0].parts), 1)) if rows == 1 else node
+    if node.kind == "product" and len(parts) == 2 and (cells := _shared_fraction(*parts)):
+        return Formula(parts[1].kind, cells, parts[1].value)
     if node.kind not in ("product", "negative", "quotient") or [part.kind for part in parts].count("matrix") != 1:
         return node
     (matrix,) = (part for part in parts if part.kind == "matrix")
     if node.kind == "quotient" and parts[1] is matrix:
         return node
-    if node.kind == "product" and len(parts) == 2 and (cells := _shared_fraction(parts[0], matrix)):
-        return Formula("matrix", cells, matrix.value)
     cells = (Formula(node.kind, tuple(cell if part is matrix else part for part in parts)) for cell in matrix.parts)
     return Formula("matrix", tuple(cells), matrix.value)
 
 
 def _shared_fraction(factor: Formula, matrix: Formula) -> tuple[Formula, ...]:
-    """Returns the cells of a matrix of whole numbers behind a fraction in lowest terms that they have in common; () for
-    any other one."""
+    """Returns the cells of a matrix or tuple of whole numbers behind a fraction in lowest terms that they have in
+    common; () for any other product."""
+    if matrix.kind not in ("matrix", "bracket") or matrix.value in ("{}", "[]"):
+        return ()
     number, *cells = map(key_of, (factor, *matrix.parts))
     if steps(factor) or any(key[0] != "number" for key in (number, *cells)):
         return ()
@@ -260,8 +262,8 @@ class _Comparison:
         if left:
             raise _refused(f"{min(left)} is left")
         if key_of(self.given) == key_of(self.known):
-            if SCALED_MATRIX.search(self.text) and repeats(self.prompt, self.text, self.given):
-                raise _refused("a product with a matrix")
+            if rewrites(self.prompt, self.text):
+                raise _refused("an expression of the question")
             return True
         right = self._same_answers(self.given, self.known)
         same_form = key_of(_value_of(self.given)) == key_of(_value_of(self.known))
@@ -295,7 +297,7 @@ class _Comparison:
         if ours and theirs and (given.kind, known.kind) != ("bracket", "bracket"):
             names = [name for name, _ in (ours, theirs) if name]
             return len(set(names)) < 2 and self._matched(ours[1], theirs[1])
-        if given.kind == known.kind == "list" and _conflict(given, known):
+        if (given.kind == known.kind == "list" and _conflict(given, known)) or _is_choice(given) != _is_choice(known):
             return False
         ours, theirs = _items(given), _items(known)
         if ours is None or theirs is None or {given.kind, known.kind} == {"matrix", "bracket"}:
@@ -526,7 +528,7 @@ def _items(node: Formula) -> tuple[list[_Item], str] | None:
     elif node.kind == "bracket":
         parts, around = node.parts, str(node.value)
     elif (only := _item(node)) and only.name and only.value.kind in ("bracket", "list") and only.value.value == "{}":
-        return [_Item(only.name, part) for part in only.value.parts], ""
+        return [_Item(only.name, value) for part in only.value.parts for value in _alternatives(part)], ""
     elif only and only.name and only.name.kind == "bracket" and only.value.kind == "bracket":
         if len(only.name.parts) != len(only.value.parts) or only.value.value != "()":
             return None
@@ -574,6 +576,12 @@ def _chosen(node: Formula, positive: str) -> Formula:
     if node.kind == "either":
         return parts[0] if node.value == positive else negated(parts[0])
     return Formula(node.kind, parts, node.value)
+
+
+def _is_choice(node: Formula) -> bool:
+    """Whether a list says that one of several symbols has a value: x = 1 or y = 2."""
+    names = {part.parts[0] for part in node.parts if part.kind == "relation" and part.value == ("=",)}
+    return node.kind == "list" and node.value == "or" and len(names) > 1
 
 
 def _conflict(given: Formula, known: Formula) -> bool:

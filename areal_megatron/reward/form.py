@@ -127,6 +127,11 @@ def _steps_of(node: Formula) -> Iterator[str]:
             yield "a product of numbers"
         elif _cancels(factors):
             yield "a fraction that is not in lowest terms"
+        if any(_is_number(factor) and not _number(factor) for factor in factors):
+            yield "a product with 0"
+        bases = [_base(factor) for factor in factors if is_constant(factor) and not _is_number(factor)]
+        if len(set(bases)) < len(bases):
+            yield "a product of roots or powers"
         if sum(factor.kind == "sum" and is_constant(factor) for factor in factors) > 1:
             yield "a product of sums"
     elif kind == "quotient":
@@ -155,6 +160,14 @@ def _steps_of(node: Formula) -> Iterator[str]:
         yield str(node.value or "a distinction of cases")
 
 
+def _base(factor: Formula) -> Key:
+    """Returns what two factors share that can be put together: the base of a power, the degree of a number's root."""
+    if factor.kind == "root" and _is_number(factor.parts[0]):
+        return key_of(factor.parts[1])
+    key = key_of(factor)
+    return key[1] if key[0] == "^" else key
+
+
 def _cancels(factors: list[Formula]) -> bool:
     """Whether a number above and one below, in different factors, have a divisor in common: 90 · π/180."""
     above, below = [], []
@@ -166,7 +179,15 @@ def _cancels(factors: list[Formula]) -> bool:
     return gcd(prod(above), prod(below)) != 1
 
 
+def _symbols_of(term: Formula) -> set[Key]:
+    """Returns the symbols of which a term holds a power with a positive exponent."""
+    return {base for base, exponent in _monomial(key_of(term)) if base[0] == "name" and exponent > 0}
+
+
 def _steps_of_quotient(top: Formula, bottom: Formula) -> Iterator[str]:
+    terms = [term for part in (top, bottom) for term in (_terms(part) if part.kind == "sum" else (part,))]
+    if set.intersection(*map(_symbols_of, terms)):
+        yield "a fraction that is not in lowest terms"
     if is_constant(bottom) and any(part.kind == "sum" for part in bottom.all()):
         yield "a fraction of a sum"
     divisor = _coefficient(bottom)

@@ -482,14 +482,14 @@ def _listed(parts: list[Formula], between: list[str]) -> Formula:
             raise NotRead("∨ or ∧ in a list")
         return _parted(parts, between, "∨") or _parted(parts, between, "∧")
     between = [{"∨": "or", "∧": "and"}.get(one, one) for one in between]
-    for loose in ("or", ";"):
-        if loose in between and (len(set(between)) > 1 or loose == "or"):
-            groups = _parted(parts, between, loose).parts
-            points = [_point(part) for part in groups]
-            if None not in points and len({point.parts[0] for point in points}) == 1:
-                return Formula("list", tuple(points), ",")
-            if loose == ";":
-                return Formula("list", tuple(Formula("bracket", _parts_of_list(part), "()") for part in groups), ",")
+    looser = [loose for loose in ("or", ";", "and") if loose in between and (loose != "and" or "or" not in between)]
+    groups = {loose: _parted(parts, between, loose).parts for loose in looser}
+    for each in (parts, *groups.values()):
+        points = [_point(part) for part in each]
+        if None not in points and len({point.parts[0] for point in points}) == 1:
+            return Formula("list", tuple(points), ",")
+    if ";" in groups and "," in between:
+        return Formula("list", tuple(Formula("bracket", _parts_of_list(part), "()") for part in groups[";"]), ",")
     if parts[-1].kind == "congruence" and (residues := _residues(parts)):
         return Formula("list", residues, ",")
     explicit = set(between) - {",", ";"}
@@ -514,7 +514,7 @@ def _parted(parts: list[Formula], between: list[str], loose: str) -> Formula | N
 def _point(group: Formula) -> Formula | None:
     """Returns (x, y) = (1, 2) for x = 1, y = 2, also from x = y = 1; None for what is no such group."""
     pairs = []
-    for part in group.parts if group.kind == "logic" else (group,):
+    for part in group.parts if group.kind in ("logic", "bracket", "cases") else (group,):
         if part.kind != "relation" or set(part.value) != {"="} or any(side.kind != "name" for side in part.parts[:-1]):
             return None
         pairs += [(name, part.parts[-1]) for name in part.parts[:-1]]

@@ -25,6 +25,8 @@ def intervals_of(node: Formula) -> tuple[str, list[Formula]] | None:
     if node.kind == "builder":
         found = intervals_of(node.parts[1])
         return found if found and node.parts[0] == Formula("name", value=found[0]) else None
+    if node.kind == "bracket" and node.value == "{}" and [part.kind for part in node.parts] == ["relation"]:
+        return _of_relation(node.parts[0])
     if node.kind == "bracket":
         return ("", [node]) if node.value == "{}" or len(node.parts) == 2 else None
     if node.kind == "name" and node.value in _REALS:
@@ -63,7 +65,7 @@ def _of_relation(node: Formula) -> tuple[str, list[Formula]] | None:
     sides, relations = node.parts, node.value
     if relations == ("∈",) and sides[0].kind == "name":
         found = intervals_of(sides[1])
-        return (str(sides[0].value), found[1]) if found and not found[0] else None
+        return (str(sides[0].value), found[1]) if found and found[0] in ("", sides[0].value) else None
     if relations == ("≠",) and sides[0].kind == "name":
         points = [sides[1].parts[0], negated(sides[1].parts[0])] if sides[1].kind == "either" else [sides[1]]
         return (str(sides[0].value), _around(*points)) if all(map(is_constant, points)) else None

@@ -13,11 +13,9 @@ LONGEST_PROMPT = 20_000
 _MOST_NUMBERS = 400
 
 FORMULA = re.compile(r"\$\$?([^$]{1,300})\$|\\\(([^\n]{1,300}?)\\\)|\\\[(.{1,300}?)\\\]", re.DOTALL)
-_NOTATION = re.compile(
-    r"\b(?:as|to|into|in)\s+(?:an?\s+|its\s+|the\s+)?(?:[a-z]+\s+){0,2}?"
-    r"(fraction|decimal|percent|mixed|scientific|standard|power|digits|numeral|number|integer)",
-    re.IGNORECASE,
-)
+_KINDS = "(fraction|decimal|percent|mixed|scientific|standard|power|digits|numeral|number|integer)"
+_ASKED = re.compile(rf"\b(?:as|to|into|in)\s+(?:an?\s+|its\s+|the\s+)?(?:[a-z]+\s+){{0,2}}?{_KINDS}", re.IGNORECASE)
+_NAMED = re.compile(r"\b(fraction|decimal|percent|mixed|scientific)", re.IGNORECASE)
 _NOTATIONS = {
     "power": "scientific",
     "digits": "decimal",
@@ -31,13 +29,15 @@ _NOTATIONS = {
 def restates(prompt: str, number: Numeral, known: Numeral | None) -> bool:
     """Whether a question holds a number and asks to write it in another notation than this one. `known`: the right
     answer, None if it is no number."""
-    if known and number.notation == known.notation:
+    if known and (number.notation == known.notation or number.amount != known.amount):
         return False
     held = {other.notation for other in numbers_in(prompt) if other.amount == number.amount}
     if not held or not known or (number.notation in held and number.notation in ("scientific", "scaled")):
         return bool(held)
-    asked = {one.lower() for one in _NOTATION.findall(prompt[-LONGEST_PROMPT:])}
-    return bool(asked) and number.notation not in {_NOTATIONS.get(one, one) for one in asked}
+    prompt = prompt[-LONGEST_PROMPT:]
+    asked = {_NOTATIONS.get(one.lower(), one.lower()) for one in _ASKED.findall(prompt)}
+    asked = asked or {one.lower() for one in _NAMED.findall(prompt)} - held
+    return bool(asked) and number.notation not in asked
 
 
 @functools.lru_cache(maxsize=16)

@@ -94,7 +94,7 @@ _UNIT = re.compile(
     r"|(?P<word>[A-Za-zµ]+|¢)|(?P<power>\^ ?\{? ?-?[1-4] ?\}?|[²³])|(?P<sign>[/·]|\\cdot(?![A-Za-z])))"
 )
 _WORD = re.compile(r"[A-Za-zµ]+")
-_UNIT_TEXT = re.compile(r"(?:[A-Za-zµ .,'’/°²³%¢-]|\\%|\^ ?\{?-?[1-4]\}?)*")
+_UNIT_TEXT = re.compile(r"(?:[A-Za-zµ .,'’/°²³%¢-]|\\%|\\cdot|\^ ?\{?-?[1-4]\}?)*")
 
 
 def words(text: str) -> frozenset[str]:
@@ -284,5 +284,5 @@ def _unit(text: str) -> str | None:
             return None
         if not _NO_UNITS.isdisjoint(word.lower() for word in words):
             return None
-        named, at = True, found.end()
+        named, at = named or found["text"] is None or bool(words), found.end()
     return "%" if percent else ""

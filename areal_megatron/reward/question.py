@@ -16,7 +16,11 @@ from areal_megatron.reward.tokens import NotRead
 _MOST_FORMULAS = 200
 _LONGEST_FORMULA = 300
 
-SCALED_MATRIX = re.compile(r"[0-9}] ?[(\[]? ?\\begin ?\{[a-zB]*matrix")
+_REWRITING = re.compile(
+    r"\b(?:(?:rational|fractional|positive|negative)\s+exponents?|(?:exponential|radical)\s+form|interval\s+notation|inequality)",
+    re.IGNORECASE,
+)
+_SCALED_MATRIX = re.compile(r"[0-9}] ?(?:[(\[]? ?\\begin ?\{[a-zB]*matrix|\([^()]*,)")
 """A fraction before a matrix."""
 _PLAIN_WORD = re.compile(r"[A-Za-z'’-]{2,}[.,:;?!]*|[aAI]")
 _FUNCTIONS = words("sin cos tan ln log exp sqrt pi")
@@ -50,12 +54,21 @@ def has_name(prompt: str, name: str) -> bool:
 
 def repeats(prompt: str, text: str, node: Formula | None) -> bool:
     """Whether a question holds a formula, as it is written or with its terms in another order."""
-    if node is not None and not has_operation(node) and not SCALED_MATRIX.search(text):
-        return False
+    if node is not None and not has_operation(node):
+        return rewrites(prompt, text)
+    return is_written(prompt, text) or (node is not None and key_of(node) in formulas_in(prompt[-LONGEST_PROMPT:]))
+
+
+def rewrites(prompt: str, text: str) -> bool:
+    """Whether a question holds a text and asks to write it in another form that has no other value or key."""
+    asked = _SCALED_MATRIX.search(text) or _REWRITING.search(prompt[-LONGEST_PROMPT:])
+    return bool(asked) and is_written(prompt, text)
+
+
+def is_written(prompt: str, text: str) -> bool:
+    """Whether a text stands in a question by itself."""
     compact, _ = _compact(text)
-    if len(compact) > 2 and _holds(*_compact_prompt(prompt[-LONGEST_PROMPT:]), compact):
-        return True
-    return node is not None and key_of(node) in formulas_in(prompt[-LONGEST_PROMPT:])
+    return len(compact) > 2 and _holds(*_compact_prompt(prompt[-LONGEST_PROMPT:]), compact)
 
 
 def _holds(prompt: str, gaps: frozenset[int], text: str) -> bool:

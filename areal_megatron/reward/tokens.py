@@ -209,7 +209,8 @@ def _letters(found: re.Match[str], at: int, last: Token | None) -> Iterator[Toke
     """Yields a function, a word, or a product of symbols for a run of letters without a backslash."""
     run = found["letters"]
     lower = run.casefold()
-    is_factor = len(run) == 2 and found.string[found.end() :][:1] in tuple("+-*/^=")  # at+b
+    beside = found.string[max(found.start() - 1, 0) : found.end() + 1].replace(run, "", 1)
+    is_factor = len(run) == 2 and bool(re.search(r"[-+*/^=]", beside))  # at+b
     if run in _CONSTANTS or lower in ("infinity", "inf"):
         yield Token("name", _CONSTANTS[lower], at)
     elif _ALIASES.get(run, run) in _FUNCTIONS:

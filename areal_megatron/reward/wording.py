@@ -21,6 +21,9 @@ _WHOLE = re.compile(
     r"|([a-z]) ?\\in ?\\mathbb ?\{?Z\}?)[). ]*"
 )
 _SUPERSCRIPT = re.compile(r"\\mathbb ?\{?([RZQN])\}? ?(?:\^ ?\{? ?\+ ?\}?|_ ?\{? ?(?:\+|> ?0) ?\}?)")
+_ELEMENTS = re.compile(r"\\\{ ?(?:([a-z]) ?(?:\\mid|\||:) ?(?=\1 ?=))?(.*?) ?(?:\\mid|\||:|,) ?(\S ?\\in.*)\\\}")
+"""{π/4 + kπ | k ∈ Z}, {x | x = π/4 + kπ, k ∈ Z}."""
+_NUMBERS = re.compile(r"\\math(?:bf|rm) ?\{([RZQNC])\}|(?<=\\in) ?([RZQNC])(?![A-Za-z_^])")
 _LETTERS = re.compile(r"\(?[A-J]\)?(?:(?:,? and |[,; ]+)?\(?[A-J]\)?)+")
 _TIME = re.compile(r"([0-9]{1,2}:[0-9]{2}) ?\(?[ap]\.? ?m\.?\)?", re.IGNORECASE)
 _HALF_OF_DAY = re.compile(r"(?<![A-Za-z])([ap])\.? ?m(?![A-Za-z])", re.IGNORECASE)
@@ -45,12 +48,14 @@ def as_formula(text: str) -> str:
         if kind == "real" and sign in _RAYS:
             return _RAYS[sign]
         return rf"\mathbb{{{_SYMBOLS[kind]}}}{_SIGNED.get(sign, '')}"
-    return _SUPERSCRIPT.sub(r"\\mathbb{\1}^+", text)
+    return _SUPERSCRIPT.sub(r"\\mathbb{\1}^+", _NUMBERS.sub(r"\\mathbb{\1\2}", text))
 
 
 def without_integer(text: str) -> tuple[str, str]:
     """Returns a text without "k is any integer" at its end, and this k; "" if it does not say that."""
     words = plain(text)
+    if elements := _ELEMENTS.fullmatch(words):
+        words = f"{elements[2]}, {elements[3]}"
     at = max(words.rfind(mark) for mark in (",", "(", " for ", " where ", " with "))
     found = _WHOLE.fullmatch(words, at) if at > 0 else None
     return (words[:at].rstrip(" ,;:("), next(filter(None, found.groups()))) if found else (text, "")
@@ -58,7 +63,7 @@ def without_integer(text: str) -> tuple[str, str]:
 
 def letters_of(text: str) -> str:
     """Returns the letters of the choices that a text lists; "" if it lists no choices."""
-    words = plain(text.replace("\\{", "").replace("\\}", ""))
+    words = plain(re.sub(r"\\[{}]|\\?&", " ", text))
     return "".join(re.findall("[A-J]", words)) if _LETTERS.fullmatch(words) else ""
 
 

@@ -225,6 +225,70 @@ x_1=x_2=\cdots=x_n=1 ~ x_1=x_2=\dots=x_n=1
 \text{Area} = 5 ~ 5 ~ \text{Area}=5 ~ \overline{AB}=5
 AB=5 ~ 5 ~ BA=5 ~ x=5
 10 \text{ a.m.} ~ 10 ~ 10\text{ am} ~ 10 \text{ A.M.}
+x = -\frac{\pi}{6} + 2n\pi ~ x=-\frac\pi6+2\pi n,\ n\in\mathbb{Z} ~ -\frac{\pi}{6}+2k\pi\ (k\in\mathbb{Z}) ~ x=2n\pi-\frac{\pi}{6}, \text{ where } n \text{ is any integer}
+\left\{x \mid x = \frac{\pi}{3}+k\pi, k\in\mathbf{Z}\right\} ~ x=\frac{\pi}{3}+k\pi, k\in\mathbb{Z} ~ x=\frac{\pi}{3}+k\pi ~ \frac{\pi}{3}+n\pi,n\in\mathbb{Z}
+m\equiv 2,3 \pmod 5 ~ m\equiv 3\text{ or }2\pmod5 ~ m\equiv\pm2\pmod 5 ~ m\equiv2\pmod5\text{ or }m\equiv3\pmod5
+\text{all rational numbers} ~ \mathbb{Q} ~ \text{the rational numbers} ~ \text{all rationals}
+\text{all real numbers} ~ \mathbb{R} ~ x\in\mathbf{R} ~ (-\infty,\infty) ~ \text{every real number}
+\mathbb{N} ~ \text{all natural numbers} ~ \text{the set of natural numbers}
+1220_3 ~ 1220_{\text{three}} ~ 1220 \text{ (base 3)} ~ 1220_{(3)}
+3C_{16} ~ (3C)_{16} ~ 3C
+42000000 ~ 42\text{ million}
+0.75\text{ billion} ~ 750000000 ~ 750\text{ million} ~ 7.5\times10^8
+(2,3),(-2,-3) ~ x=2,y=3\text{ or }x=-2,y=-3
+(p,q)=(2,7),(3,5) ~ p=2,q=7\text{ or }p=3,q=5 ~ p=2\text{ and }q=7\text{, or }p=3\text{ and }q=5
+\begin{pmatrix}\frac{3}{4}&-\frac14\\0&\frac12\end{pmatrix} ~ \frac14\begin{pmatrix}3&-1\\0&2\end{pmatrix}
+[-3,\infty) ~ \{x\in\mathbb{R}\mid x\ge-3\} ~ \{y: y\ge-3\}
+(-5,5) ~ \{x : -5<x<5\} ~ \{x\in\mathbf{R}\mid -5<x<5\}
+(-\infty,0)\cup(0,3) ~ x<3, x\neq0 ~ x<3\text{ and }x\ne0 ~ \{x\mid x<3, x\ne0\}
+6{:}05 ~ 6:05 ~ 6:05\text{ a.m.} ~ 6:05 AM
+B, E ~ BE ~ \text{BE}
+9\sqrt{3} ~ 9\sqrt3 cm^2
+\frac{1}{4}\ln 3 ~ \ln\sqrt[4]{3}
+0.1 ~ 10^{-1}
+10^9 ~ 1\text{ billion}
+\frac{2}{11} ~ 0.1818\ldots ~ 0.181818...
+\binom{n-1}{2} ~ {n-1\choose2}
+n\text{ is composite} ~ n \text{ composite} ~ n\text{ is a composite number} ~ \text{composite }n
+\text{no solution} ~ \text{No solutions exist} ~ \{\} ~ \text{there is no solution}
+f(x)=x^3+ax ~ f(t)=t^3+at
+Q(x)=x^2+x ~ Q(t)=t^2+t
+t=0,\ \pm\sqrt{2} ~ t\in\{0,\pm\sqrt2\}
+4.0\times10^{3}\text{ J} ~ 4\text{ thousand J}
+12\text{ m/s}^2 ~ 12\,\mathrm{m\cdot s^{-2}}
+4\text{ feet }6\text{ inches} ~ 4\text{ feet and }6\text{ inches}
+9:16 ~ 9{:}16 ~ 9\text{ to }16
+\lnot p\lor q ~ \neg p\vee q
+\frac35\mathbf{i}-\frac45\mathbf{j} ~ -\frac45\hat{j}+\frac35\hat{i}
+x=\frac{\pi}{4}+k\pi ~ \frac{\pi}{4}+k\pi, k\in\mathbb{Z} ~ x=\frac{\pi}{4}+k\pi,\; k \in \mathbb Z ~ \left\{\frac{\pi}{4}+k\pi \mid k\in\mathbb{Z}\right\} ~ \frac\pi4 + \pi n, \text{ for } n \in \mathbb{Z} ~ x=\pi k+\frac\pi4, k\text{ integer} ~ x = \frac{(4k+1)\pi}{4}, k \in \mathbb{Z}
+x=2k\pi ~ 2k\pi\ (k\in\mathbf{Z}) ~ 2\pi k, k\in Z ~ x=2\pi n, n\in\mathbb{Z} ~ 2k\pi\text{, where }k\text{ is an integer} ~ x=2k\pi\text{ for some integer }k
+\frac{k\pi}{2}, k\in\mathbb{Z} ~ x=\frac{k\pi}{2}, k\in\mathbb{Z} ~ x = \frac{\pi k}{2} \text{ for } k \in \mathbb{Z} ~ \frac{n\pi}{2}\text{ for integer }n
+n\equiv 0,1\pmod 4 ~ n\equiv 1\pmod{4}\text{ or }n\equiv 0\pmod{4} ~ n \equiv 0 \pmod 4, n\equiv 1\pmod 4 ~ n\equiv 0 (\bmod 4)\text{ or }n\equiv 1(\bmod 4) ~ 0,1\pmod 4
+n\equiv 0, 2 \text{ or } 3\pmod 6 ~ n\equiv 0,2,3\pmod 6 ~ n \equiv 3, 2, 0 \pmod{6} ~ n\equiv 0\pmod6, n\equiv2\pmod 6\text{, or }n\equiv3\pmod6
+\text{all real numbers} ~ \mathbb{R} ~ \text{the set of all real numbers} ~ x\in(-\infty,\infty) ~ \text{any real number}
+\mathbb{Z} ~ \text{All integers.} ~ \text{the set of all integers}
+101_2 ~ 101_{\text{two}} ~ 101_{(2)} ~ 101_{\text{base }2} ~ 101\text{ in base }2 ~ \mathrm{101}_2 ~ 101_{\mathrm{two}}
+5000000 ~ 5\text{ million} ~ 5 \mathrm{\ million} ~ \text{5 million} ~ 5~\text{million} ~ \$5\text{ million} ~ 5.0\text{ million}
+300 ~ 3\text{ hundred}
+(1,2),(2,1) ~ x=1,y=2 \text{ or } x=2,y=1 ~ x=1, y=2\text{ and }x=2,y=1 ~ (x=1,y=2), (x=2,y=1) ~ \{x=1,y=2\}\text{ or }\{x=2,y=1\} ~ x=1\text{ and }y=2\text{, or }x=2\text{ and }y=1 ~ \begin{cases}x=1\\y=2\end{cases}\text{ or }\begin{cases}x=2\\y=1\end{cases}
+\begin{pmatrix}\frac13&\frac23\\1&\frac43\end{pmatrix} ~ \frac13\begin{pmatrix}1&2\\3&4\end{pmatrix} ~ \dfrac{1}{3}\left(\begin{array}{cc}1&2\\3&4\end{array}\right) ~ \frac{1}{3} \cdot \begin{bmatrix}1&2\\3&4\end{bmatrix} ~ (1/3)\begin{pmatrix}1&2\\3&4\end{pmatrix}
+\begin{pmatrix}-\frac12\\\frac32\end{pmatrix} ~ \frac12\begin{pmatrix}-1\\3\end{pmatrix} ~ -\frac12\begin{pmatrix}1\\-3\end{pmatrix} ~ \frac{1}{2}(-1,3)
+x>2 ~ \{x\in\mathbb{R}: x>2\} ~ \{x\in\mathbb{R}\ |\ x>2\} ~ x\in\{x\mid x>2\} ~ \{x\,|\,x>2,\,x\in\mathbb{R}\}
+1<x\le 3 ~ \{x\in\mathbb{R}\mid 1<x\le3\} ~ \{x: x>1\text{ and }x\le 3\}
+3:30 ~ 3{:}30 ~ 3:30 pm ~ 3:30\,\text{p.m.} ~ \text{3:30 p.m.}
+A, C ~ AC ~ \text{AC} ~ (A)(C) ~ A\&C ~ A~C ~ A \text{ & } C
+2\sqrt3 ~ 2\sqrt3 m ~ 2\sqrt{3}~m ~ 2\sqrt{3}m ~ 2\sqrt3\,m^2 ~ 2\sqrt{3} m/s
+\frac{\sqrt3}{2}\text{ cm}^2 ~ \frac{\sqrt{3}}{2} cm^2
+\frac12\ln2 ~ \ln\sqrt2 ~ \ln(\sqrt{2}) ~ \ln 2^{1/2}
+\frac13\ln 4 ~ \ln\sqrt[3]{4}
+1000 ~ 10^3 ~ 10^{3} ~ 10**3 ~ 10^3\text{ m}
+0.001 ~ 10^{-3}
+\frac13 ~ 0.333\ldots ~ 0.333... ~ 0.333\dots ~ .333\ldots ~ 0.3333\cdots
+\frac17 ~ 0.142857142857\ldots
+2 ~ 1.999\ldots ~ 2.000\ldots
+(0.333\ldots, 2) ~ (\frac13,2) ~ (0.\overline3,2)
+p\land q ~ p ∧ q
+\neg(p\lor q) ~ \lnot(p\lor q) ~ \neg (q\lor p)
 \alpha = \frac{5\pi}{12} + k\pi ~ \frac{5\pi}{12}+k\pi \text{ for all integers } k ~ \alpha=\frac{5\pi}{12}+n\pi, \text{ where } n\in\mathbb{Z}
 n \equiv 3, 5 \pmod{8} ~ n\equiv 5,3\pmod 8 ~ n \equiv 3 \pmod 8 \text{ or } n\equiv 5 \pmod 8 ~ n \equiv 3 \text{ or } 5 \bmod 8
 \mathbb{R} \setminus \{-2, 2\} ~ x\neq \pm 2 ~ x \ne -2, 2 ~ x\ne 2 \text{ and } x\ne -2 ~ \{x\in\mathbb{R}: x\ne\pm2\}
@@ -897,6 +961,107 @@ a=b=c=1 ~ a=1,b=1
 \mathbb{R}\setminus\{0,1\} ~ (-\infty,0)\cup(1,\infty)
 CO_2 ~ CO
 0/0 ~ 0
+6:05\text{ am} ~ 6:05\text{ pm}
+B,E ~ B\text{ or }E
+(1,2,4) ~ c=1,b=2,a=4
+\frac12\ln|x^2-1|+C ~ \frac12\ln(x^2-1)+C
+\ln|\tan x| ~ \ln\tan x
+\ln|x-a|+C ~ \ln(x-a)+C
+\log|x| ~ \log x
+x^{1/2} ~ |x|^{1/2}
+\lnot p\lor q ~ \lnot p\land q
+p\land q\land r ~ p\lor q\lor r
+x=\frac\pi4+k\pi ~ x=\frac\pi4+2k\pi
+x=\frac\pi4+k\pi, k\in\mathbb{Z} ~ x=\frac\pi4+k\pi, k\in\mathbb{R}
+\left\{\frac\pi4+k\pi\mid k\in\mathbb{Z}\right\} ~ \left\{\frac\pi4+k\pi\mid k\in\mathbb{N}\right\}
+x=\frac{k\pi}{2} ~ x=\frac{k\pi}{4}
+y = m\pi x ~ y=n\pi x
+S=\pi n^2 ~ S=\pi k^2
+n\equiv0,1\pmod4 ~ n\equiv0,1,2\pmod4
+n\equiv0,1\pmod4 ~ n\equiv 0\pmod 4, n\equiv1\pmod5
+n\bmod4\in\{0,1\} ~ n\bmod4\in\{0,2\}
+n=0\text{ or }n\equiv1\pmod4 ~ n\equiv0\text{ or }n\equiv1\pmod4
+\text{all real numbers} ~ \text{all real numbers greater than }1
+\text{all real numbers} ~ \text{some real number}
+\text{the set of all integers} ~ \text{the set of all primes}
+101_{\text{base }2} ~ 101_{\text{base }3}
+101_2 ~ 101_{10}
+101_2 ~ 1010_2
+5\text{ million} ~ 5\text{ thousand}
+\text{5 million} ~ \text{6 million}
+5\text{ million} ~ 5\text{ million}^2
+3\text{ dozen} ~ 3
+(1,2),(2,1) ~ x=1,y=2\text{ or }x=1,y=2
+(1,2),(2,1) ~ x=1\text{ or }y=2\text{ and }x=2\text{ or }y=1
+(1,2),(3,1) ~ x=2,y=1\text{ or }x=1,y=3
+(1,2) ~ x=1\text{ or }y=2
+(1,2) ~ x=1,y=2\text{ or }x=2,y=1
+x=1,y=2\text{ or }x=2,y=1 ~ x=1,z=2\text{ or }x=2,z=1
+\frac13\begin{pmatrix}1&2\\3&4\end{pmatrix} ~ \begin{pmatrix}\frac13&2\\3&4\end{pmatrix}
+-\frac12\begin{pmatrix}1\\3\end{pmatrix} ~ \begin{pmatrix}-\frac12\\\frac32\end{pmatrix}
+\frac12(1,3) ~ (1,3)
+\{x\in\mathbb{R}:x>2\} ~ \{x\in\mathbb{Q}:x>2\}
+\{x>2\} ~ \{2\}
+\{x\mid x>2\} ~ \{x\mid x<2\}
+\{x\in\mathbb{C}:x^2=-1\} ~ \{x\in\mathbb{R}:x^2=-1\}
+3:30 ~ 15:30
+3:30\text{ pm} ~ 3:30\text{ am}
+3:30 ~ 330
+3:30 ~ 3.30
+A, C ~ A, D
+AC ~ CB
+A, C ~ A, C, D
+A\&C ~ A
+2\sqrt3m ~ 2\sqrt3n
+2\sqrt3m^2 ~ 2\sqrt2m^2
+2\sqrt3 x^2 ~ 2\sqrt3
+2\sqrt3 e ~ 2\sqrt3
+2\sqrt3 i ~ 2\sqrt3
+\ln\sqrt2 ~ \ln\sqrt3
+\ln\sqrt2 ~ \sqrt{\ln2}
+\frac12\ln2 ~ \ln\frac12
+\log_{10}\sqrt2 ~ \ln\sqrt2
+10^3 ~ 3^{10}
+10^3 ~ 10\cdot3
+10^{3} ~ 1003
+0.333\ldots ~ 0.3333
+0.333\ldots ~ 0.334
+0.33\ldots ~ 0.33
+1.999\ldots ~ 1.999
+0.1010010001\ldots ~ \frac{10}{99}
+3.14159\ldots ~ \pi
+1.414\ldots ~ \sqrt2
+0.123123\ldots ~ 0.123
+\ln|x| ~ |\ln x|
+\ln|x| ~ \ln(-x)
+|\ln x| ~ \ln x
+\sqrt{x}^2 ~ |x|
+\ln x^2 ~ \ln x
+\ln|f(x)| ~ \ln f(x)
+y=C|x| ~ y=Cx
+\int \frac1x dx ~ \ln|x|
+p\land q ~ p\to q
+p\land q ~ pq
+p\lor q ~ p+q
+\neg(p\lor q) ~ \neg p\lor q
+\neg(p\land q) ~ p\land q
+p\oplus q ~ p\lor q
+p\iff q ~ p\implies q
+A\land B ~ A\lor B
+x>1\land y>2 ~ x>1\lor y>2
+x=1\lor x=2 ~ x=1
+a\lor b\land c ~ (a\lor b)\land c
+2^3\cdot3\cdot5 ~ 2\cdot3\cdot5
+2^3\cdot3\cdot5 ~ 2^3\cdot3+5
+\text{infinitely many} ~ \text{finitely many}
+\text{neither} ~ \text{either}
+\text{a} ~ \text{b}
+\text{the first} ~ \text{the second}
+\text{at least one} ~ \text{at most one}
+\text{a is larger} ~ \text{b is larger}
+\text{A is larger} ~ \text{B is larger}
+\text{Both A and B} ~ \text{Neither A nor B}
+\text{increasing} ~ \text{not increasing}
 12:45\text{ am} ~ 12:45\text{ pm}
 A,B,D ~ A\text{ or }B\text{ or }D
 -\ln|\cos x|+C ~ -\ln(\cos x)+C
@@ -1268,6 +1433,46 @@ QUESTIONS = [
         for question, found, known, right in (
             line.split(" ~ ")
             for line in r"""
+Write 0.16 as a common fraction in lowest terms. ~ 0.16 ~ \frac{4}{25} ~ 0
+Express $\frac{9}{40}$ as a decimal. ~ \frac{9}{40} ~ 0.225 ~ 0
+Express $\frac{9}{40}$ as a percent. ~ \frac{9}{40} ~ 22.5\% ~ 0
+Convert 18% to a decimal. ~ 18\% ~ 0.18 ~ 0
+Convert $5\frac27$ to an improper fraction. ~ 5\frac27 ~ \frac{37}{7} ~ 0
+Write 0.00052 in scientific notation. ~ 0.00052 ~ 5.2\times10^{-4} ~ 0
+Express $8.1\times10^5$ as an integer. ~ 8.1\times10^5 ~ 810000 ~ 0
+Express 125 as a power of 5. ~ 125 ~ 5^3 ~ 0
+Find the prime factorization of 84. ~ 84 ~ 2^2\cdot3\cdot7 ~ 0
+Find the value. ~ \frac{n^2+n}{n} ~ n+1 ~ 0
+Write 0.5 as a fraction ~ 0.50 ~ \frac12 ~ 0
+Write 0.5 as a fraction ~ 5\times10^{-1} ~ \frac12 ~ 0
+Write 0.5 as a fraction ~ x=0.5 ~ \frac12 ~ 0
+Write 0.5 as a fraction ~ \text{0.5} ~ \frac12 ~ 0
+What fraction is equal to 0.5? ~ 0.5 ~ \frac12 ~ 0
+Find the fraction equivalent to 0.35 in lowest terms. ~ 0.35 ~ \frac{7}{20} ~ 0
+Which decimal is equivalent to $\frac{3}{8}$? ~ \frac38 ~ 0.375 ~ 0
+What is the decimal form of $\frac{3}{8}$? ~ \frac38 ~ 0.375 ~ 0
+Express $\tfrac{3}{8}$ in decimal form. ~ 3/8 ~ 0.375 ~ 0
+Convert $\frac38$ to decimal. ~ \frac38 ~ 0.375 ~ 0
+Find the percent equivalent to $\frac{1}{8}$. ~ \frac18 ~ 12.5\% ~ 0
+Write $1.2\times10^3$ without exponents ~ 1.2\times10^3 ~ 1200 ~ 0
+Write $1.2\times10^3$ as an integer ~ 1.2\times 10^{3} ~ 1200 ~ 0
+Write 1200 in scientific notation ~ 1200 ~ 1.2\times10^3 ~ 0
+Write one thousand, i.e. 1000, as a power of ten ~ 1000 ~ 10^3 ~ 0
+Write the mixed number $2\frac13$ as an improper fraction ~ 2\frac13 ~ \frac73 ~ 0
+Write $\frac73$ as a mixed number ~ \frac73 ~ 2\frac13 ~ 0
+Write $\sqrt[3]{x}$ with a rational exponent. ~ \sqrt[3]{x} ~ x^{1/3} ~ 0
+Write $x^{1/2}$ in radical form. ~ x^{1/2} ~ \sqrt{x} ~ 0
+Write $x^{-2}$ with positive exponents. ~ x^{-2} ~ \frac{1}{x^2} ~ 0
+Write $[3,\infty)$ as an inequality. ~ [3,\infty) ~ x\ge3 ~ 0
+Write $50\%$ as a fraction ~ 50\% ~ \frac12 ~ 0
+Write $50\%$ as a fraction ~ 0.5 ~ \frac12 ~ 0
+Express 1/4 as a percentage. ~ 1/4 ~ 25\% ~ 0
+Express 1/4 as a percentage. ~ 0.25 ~ 25\% ~ 0
+Change 3/4 into a decimal ~ 3/4 ~ 0.75 ~ 0
+Compute ~ \sqrt2\sqrt3 ~ \sqrt6 ~ 0
+Compute ~ \sqrt2\cdot\sqrt3 ~ \sqrt6 ~ 0
+Compute ~ e^2e^3 ~ e^5 ~ 0
+Compute ~ |b-a|+0\cdot a ~ |a-b| ~ 0
 Express $\frac{5}{16}$ as a decimal. ~ \frac{5}{16} ~ 0.3125 ~ 0
 Convert 3.75 into a mixed number. ~ 3.75 ~ 3\frac34 ~ 0
 Write 62% as a fraction in lowest terms. ~ 62\% ~ \frac{31}{50} ~ 0

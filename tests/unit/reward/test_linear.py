@@ -115,6 +115,8 @@ READERS = {
     wording.without_integer: [wording.without_integer],
     wording.letters_of: [wording.letters_of],
     wording.halves_of_day: [wording.halves_of_day],
+    question.rewrites: [lambda text: question.rewrites(text, text[:500])],
+    question.is_written: [lambda text: question.is_written(text, text[:500])],
     question.has_name: [lambda text: question.has_name(text, "m")],
     question.asked_for: [question.asked_for],
     question.formulas_in: [question.formulas_in],
