@@ -14,7 +14,9 @@ from pathlib import Path
 
 from areal_megatron import config_file, descriptors, hub, versions
 from areal_megatron.checkpoint import folder as checkpoint_folder
+from areal_megatron.checkpoint.disk import CheckpointError
 from areal_megatron.checkpoint.folder import SavedCheckpoint
+from areal_megatron.checkpoint.hf_folder import HfFolder
 from areal_megatron.command import program
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.data import files
@@ -174,6 +176,8 @@ def check(
     for warning in [*outcome.warnings, *check_options(config, python)]:
         print(f"warning: {warning}", file=sys.stderr)
     members = check_input(config, weights)
+    if weights:
+        _check_tensors(config)
     held, run = run is not None, run or Run(config.run_dir)
     checkpoint = _resumed(config, run, held)
     if config.mode == "replay":
@@ -280,6 +284,18 @@ def check_input(config: Config, weights: bool = True) -> Sequence[Member]:
     if config.mode == "rl":
         try_rewards(config, members, lambda line: print(line, file=sys.stderr))
     return members
+
+
+def _check_tensors(config: Config) -> None:
+    """Raises ConfigError unless each model has the tensors that its config.json asks for, and no others: those would be
+    left out, by engines too, without a word."""
+    models = {"model.path": config.model.path, "ppo.penalty.kl_model": config.ppo.penalty.kl_model}
+    for key, path in (models | {"reward.model": config.reward.model}).items():
+        try:
+            if path:
+                HfFolder.of_model(Path(path), read_config(path)).close()
+        except CheckpointError as e:
+            raise ConfigError(f"{key}: {e}") from None
 
 
 def _check_same_data(config: Config, run: Run, checkpoint: SavedCheckpoint, members: Sequence[Member]) -> None:

@@ -302,14 +302,27 @@ def safetensors_entries(path: Path) -> dict[str, SafetensorsEntry]:
         for name, entry in header.items():
             start, stop = map(operator.index, entry["data_offsets"])
             shape = tuple(map(operator.index, entry["shape"]))
+            if not isinstance(entry["dtype"], str) or min(shape, default=0) < 0:
+                raise ValueError(f"{printable(name)} has no dtype or no shape")
             entries[name] = SafetensorsEntry(entry["dtype"], shape, 8 + length + start, stop - start)
-            if not 0 <= start <= stop <= size - 8 - length:
-                raise ValueError(f"{name} does not lie in it whole")
+        _check_tiled(entries, 8 + length, size)
     except OSError as e:
         raise CheckpointError(f"cannot read {path}: {e.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError, struct.error) as e:
         raise CheckpointError(_no_safetensors(path, e)) from None
     return entries
+
+
+def _check_tiled(entries: Mapping[str, SafetensorsEntry], begin: int, size: int) -> None:
+    """Raises ValueError unless the tensors follow each other from `begin` to the end of the file, which the safetensors
+    library asks for."""
+    end = begin
+    for name, entry in sorted(entries.items(), key=lambda pair: (pair[1].offset, pair[1].nbytes)):
+        if entry.offset != end or entry.nbytes < 0 or end + entry.nbytes > size:
+            raise ValueError(f"{printable(name)} does not lie in it whole and alone")
+        end += entry.nbytes
+    if end != size:
+        raise ValueError(f"{size - end} bytes after its tensors are of none")
 
 
 def safetensors_header(tensors: Iterable[tuple[str, str, Shape, int]]) -> bytes:

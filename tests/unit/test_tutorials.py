@@ -3,11 +3,14 @@
 Within seconds each run is started with `--dry-run` alone; the soak test starts them.
 """
 
+import os
 import re
 import shutil
 
 import pytest
 
+from areal_megatron.checkpoint.hf_folder import hf_tensors, safetensors_header
+from areal_megatron.models.architecture import architecture, read_config
 from areal_megatron.observe.metrics import read_metrics
 from areal_megatron.run import Run
 from tests.conftest import ROOT
@@ -81,7 +84,10 @@ def test_a_run_on_a_cluster_would_be_submitted(shell, world):
     shutil.copytree(ROOT / "configs" / "models" / "Qwen3-8B", model)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(world / "model" / file, model)
-    (model / "model.safetensors").touch()
+    tensors = hf_tensors(architecture(read_config(model)).canonical, lambda pattern: "bfloat16")
+    header = safetensors_header((t.name, "BF16", t.shape, t.nbytes) for t in tensors)
+    (model / "model.safetensors").write_bytes(header)
+    os.truncate(model / "model.safetensors", len(header) + sum(t.nbytes for t in tensors))  # it takes no room
     data.mkdir()
     for name in ("train", "heldout"):
         shutil.copy(world / f"{name}.jsonl", data)

@@ -8,6 +8,7 @@ import struct
 
 import numpy as np
 import pytest
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from areal_megatron.checkpoint.disk import CheckpointError
@@ -96,6 +97,38 @@ def test_a_header_without_sense_is_named(tmp_path, header):
     ) as error:
         safetensors_extents(file, ["a"])
     assert "\n" not in str(error.value)
+
+
+def entry(start, stop, shape=(1,), dtype="F32"):
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": [start, stop]}
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        {"a": entry(0, 4), "b": entry(0, 4), "c": entry(4, 8)},
+        {"a": entry(0, 4)},
+        {"a": entry(4, 8)},
+        {"a": entry(0, 8, (2,)), "b": entry(2, 6)},
+        {"a": entry(0, 8, (-2, -1))},
+        {"a": entry(0, 8, (1,), ["F64"])},
+        {"a": entry(0, 12, (3,))},
+    ],
+    ids=["shared", "bytes after", "bytes before", "within another", "negative", "no dtype", "too long"],
+)
+def test_what_the_library_of_safetensors_refuses_is_refused(tmp_path, header):
+    """An engine would, after the trainers have begun."""
+    file, text = tmp_path / "model.safetensors", json.dumps(header).encode()
+    file.write_bytes(struct.pack("<Q", len(text)) + text + bytes(8))
+    with pytest.raises(SafetensorError), safe_open(file, "numpy"):
+        pass
+    with pytest.raises(CheckpointError, match=r"^.*model\.safetensors is truncated or no safetensors file: [^\n]*$"):
+        safetensors_extents(file, ["a"])
+
+
+def test_empty_tensors_take_no_place(tmp_path):
+    save_file({name: np.zeros(n, np.float32) for name, n in (("a", 0), ("b", 2), ("c", 0))}, tmp_path / "x.safetensors")
+    assert safetensors_extents(tmp_path / "x.safetensors", ["b"])[0] == {"a", "b", "c"}
 
 
 @pytest.mark.parametrize("index", ["[" * 100_000, "[]", '{"weight_map": 5}', "\udcff"])

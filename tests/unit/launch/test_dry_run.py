@@ -2,9 +2,12 @@
 
 import os
 import re
+import shutil
 import subprocess
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from areal_megatron import config_file
 from areal_megatron.config import ConfigError
@@ -36,6 +39,24 @@ def test_every_launcher_shows_what_the_plan_shows_and_starts_nothing(arguments, 
     assert "  8 trainer ranks: python -m areal_megatron.train\n" in shown
     assert "  4 engines: python -m areal_megatron.engine.server\n" in shown
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"model.layers.0.mlp.up_proj.bias": np.ones(64, np.float32)}, "has a tensor model.layers.0.mlp.up_proj.bias"),
+        ({"model.norm.weight": None}, "has no tensor model.norm.weight"),
+        ({"model.norm.weight": np.ones(3, np.float32)}, "model.norm.weight has shape [3]"),
+    ],
+    ids=["more", "fewer", "others"],
+)
+def test_weights_of_another_model_are_told_before_anything_starts(arguments, world, tmp_path, capsys, change, says):
+    folder = shutil.copytree(world / "model", tmp_path / "model")
+    weights = load_file(folder / "model.safetensors") | change
+    save_file({name: t for name, t in weights.items() if t is not None}, folder / "model.safetensors")
+    sizes = ["--nodes=4", "--gpus=4", "--gpu-gb=80"]
+    assert slurm.main([*arguments, f"model.path={folder}", "--dry-run", *sizes]) == 2
+    assert f"error: model.path: {folder}" in (said := capsys.readouterr().err) and says in said
 
 
 def test_another_python_of_a_pool_is_shown(arguments, capsys):
