@@ -12,13 +12,12 @@ setup(
     python_requires=">=3.11",
     package_dir={"": "."},  # an editable install makes tools and tests importable too
     packages=find_packages(include=["areal_megatron*"]),  # launch/ too, by the link areal_megatron/launch
-    package_data={"areal_megatron": ["report.css"], "areal_megatron.launch.page": ["page.html", "page.css", "page.js"]},
+    package_data={"areal_megatron.launch.page": ["page.html", "page.css", "page.js"]},
     install_requires=[
         "aiohttp",
         "huggingface-hub>=2.4",
         "argcomplete",
         "cryptography",
-        "matplotlib",
         "mpmath",
         "msgspec",
         "numpy",
@@ -36,6 +35,7 @@ setup(
     extras_require={
         **runpy.run_path("areal_megatron/extras.py")["EXTRAS"],  # cpu, gpu, te
         "docs": ["furo==2025.12.19", "myst-parser==5.2.0", "sphinx==9.0.4"],  # `make docs`
+        "bench": ["matplotlib"],  # pictures of tools/bench
         "mpi": ["mpi4py==4.1.2"],
         "wandb": ["wandb"],
         "mlflow": ["mlflow-skinny", "sqlalchemy", "alembic"],  # `mlflow ui`, its page, needs mlflow

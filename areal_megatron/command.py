@@ -47,7 +47,7 @@ COMMANDS = {
     "status": Command("areal_megatron.launch.status", "how a run is, from anywhere that sees its folder"),
     "engines": Command("areal_megatron.launch.engines", "add engines to a run while it runs, or drain some"),
     "evaluate": Command("areal_megatron.evaluate", "how good a model is: avg@n and pass@k"),
-    "report": Command("areal_megatron.report", "a page about what a run has learned"),
+    "report": Command("areal_megatron.launch.page.report", "a page about what a run has learned"),
     "trajectories": Command("areal_megatron.trajectories", "what a run has trained, answer by answer"),
     "mirror": Command("areal_megatron.mirror", "its metrics in W&B, MLflow, SwanLab or Trackio"),
     "audit": Command("areal_megatron.audit", "check that a run lost nothing and trained nothing twice"),

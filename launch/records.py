@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import socket
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Mapping
+from pathlib import Path
 
 import msgspec
 
@@ -43,6 +45,8 @@ class LaunchRecord(msgspec.Struct):
     """Empty while the run lasts; then how it ended: done, failed, refused, lost, replaced, stopped or
     interrupted."""
     processes: list[ProcessRecord]
+    commit: str = ""
+    """The commit of the checkout that the launcher runs from; empty if it is from none."""
 
 
 class Recorder:
@@ -50,7 +54,7 @@ class Recorder:
 
     def __init__(self, run: Run, placement: Placement):
         self._run, self._placement = run, placement
-        self._written, self._codes = 0.0, {}
+        self._written, self._codes, self._commit = 0.0, {}, commit()
         self._lock, self._over, self._failed = threading.Lock(), False, False
 
     def write(self, processes: Mapping[str, Log], restarts_left: int, outcome: str = "") -> None:
@@ -69,7 +73,7 @@ class Recorder:
                 for process in self._placement.processes
                 for p in process.parts
             ]
-            self._put(LaunchRecord(socket.gethostname(), time.time(), restarts_left, outcome, records))
+            self._put(LaunchRecord(socket.gethostname(), time.time(), restarts_left, outcome, records, self._commit))
 
     def _put(self, record: LaunchRecord) -> None:
         try:
@@ -82,6 +86,18 @@ class Recorder:
             if not self._failed:
                 print(f"warning: {self._run.processes} cannot be written: {e.strerror}", file=sys.stderr, flush=True)
             self._failed = True
+
+
+def commit() -> str:
+    """Returns the commit of the checkout that this code is from, shortened; "" if it is from none, or git fails."""
+    root = Path(__file__).resolve().parents[1]
+    if not (root / ".git").exists():
+        return ""
+    command = ["git", "-C", str(root), "rev-parse", "--short", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
 
 
 class Pulse:

@@ -1,4 +1,4 @@
-"""What a run's pages show, as data: the report draws it with matplotlib, the live page in the browser."""
+"""The figures that a run's page shows, as data; the browser draws them."""
 
 from __future__ import annotations
 

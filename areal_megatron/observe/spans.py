@@ -5,7 +5,6 @@ Times are seconds since the epoch. Lists of intervals are sorted and disjoint, a
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Iterator
 from contextlib import suppress
@@ -138,18 +137,6 @@ def union(intervals: list[Interval]) -> list[Interval]:
 def overlap(intervals: list[Interval], start: float, end: float) -> float:
     """Returns the seconds of [start, end] that the disjoint intervals cover."""
     return sum(max(0.0, min(end, b) - max(start, a)) for a, b in intervals)
-
-
-def busy_share(spans: list[Span], edges: list[float]) -> list[float]:
-    """Returns the share of time that the spans cover in each bin between two edges, averaged over processes."""
-    by_process: dict[str, list[Interval]] = {}
-    for span in spans:
-        by_process.setdefault(span.process, []).append((span.start, span.end))
-    covered = [union(intervals) for intervals in by_process.values()]
-    return [
-        sum(overlap(intervals, a, b) for intervals in covered) / ((b - a) * max(1, len(covered)))
-        for a, b in itertools.pairwise(edges)
-    ]
 
 
 def speeds_with_and_without(work: list[Span], other: list[Span]) -> tuple[float, float] | None:

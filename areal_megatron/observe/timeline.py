@@ -1,6 +1,6 @@
 """Records when a process does what, as spans in Chrome's trace format: generate, reward, train, publish, commit.
 
-Each process writes a file of its own; areal_megatron.report merges them. What the disk does not take is left out.
+Each process writes a file of its own; `areal report` merges them. What the disk does not take is left out.
 """
 
 from __future__ import annotations

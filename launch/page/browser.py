@@ -73,6 +73,8 @@ class Browser:
         }.get(only, lambda t: True)
         found = [(index, t) for index, t in enumerate(dump.trajectories) if kept(t)]
         tokenizer = self._tokenizer_of(config)
+        shown = found[first : first + PAGE]
+        starts = _starts([t.prompt for _, t in shown], dump.trajectories, tokenizer)
         return {
             "batch": number,
             "version": dump.version,
@@ -82,7 +84,10 @@ class Browser:
             "from": first,
             "size": PAGE,
             "found": len(found),
-            "rows": [_row(index, t, dump.version, tokenizer) for index, t in found[first : first + PAGE]],
+            "rows": [
+                _row(index, t, dump.version, tokenizer) | {"start": start}
+                for (index, t), start in zip(shown, starts, strict=True)
+            ],
         }
 
     def trajectory(self, config: Config, batch: int, index: int, first: int) -> dict[str, Any]:
@@ -136,8 +141,32 @@ def _row(index: int, t: ShownTrajectory, trained: int, tokenizer: Tokenizer) -> 
         "tokens": len(t.response),
         "staleness": trained - t.admission_version,
         "versions": [min(versions), max(versions)],
-        "excerpt": " ".join(excerpt.split())[:_EXCERPT],
+        "excerpt": _line(excerpt),
     }
+
+
+def _starts(prompts: list[np.ndarray], batch: list[ShownTrajectory], tokenizer: Tokenizer) -> list[str]:
+    """Returns the start of each prompt as one line, without the lines that all prompts of the batch begin with: those
+    of a chat template, a system prompt or few-shot examples."""
+    if not prompts:
+        return []
+    one = batch[0].prompt
+    common = min(_common(one, t.prompt) for t in batch)
+    if any(len(t.prompt) == common for t in batch):
+        common = 0  # a prompt that all others begin with has to show something
+    skipped = tokenizer.decode(one[:common].tolist(), special=True).rfind("\n") + 1
+    return [_line(tokenizer.decode(p[: common + _EXCERPT].tolist(), special=True)[skipped:]) for p in prompts]
+
+
+def _common(one: np.ndarray, other: np.ndarray) -> int:
+    """Returns how many tokens both begin with."""
+    length = min(len(one), len(other))
+    different = np.flatnonzero(one[:length] != other[:length])
+    return int(different[0]) if len(different) else length
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())[:_EXCERPT]
 
 
 def parts(tokenizer: Tokenizer, t: ShownTrajectory, first: int, count: int) -> list[tuple[int, bool, str]]:

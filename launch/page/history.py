@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from collections import Counter
+from collections import Counter, deque
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,8 @@ from areal_megatron.run import Run
 
 MOST_POINTS = 400
 """Most points of a curve that are shown."""
+_LATELY = 200
+"""Updates that advice may be from."""
 
 
 class History:
@@ -26,6 +28,10 @@ class History:
         self.evaluations: list[dict[str, Any]] = []
         self.last: dict[str, Any] = {}
         """The newest line of an update."""
+        self.lately: deque[dict[str, Any]] = deque(maxlen=_LATELY)
+        """The newest lines of updates since the run began, or was resumed, last."""
+        self.done = 0
+        """The number of updates."""
         self.revision = 0
         """Changes whenever anything else does."""
 
@@ -35,6 +41,7 @@ class History:
             self.revision += 1
             if record["kind"] == "resume":
                 self._forget(record["version"])
+                self.lately.clear()
             elif record["kind"] == "eval":
                 self.evaluations.append(record)
             elif record["kind"] in STEPS:
@@ -46,6 +53,8 @@ class History:
 
     def _add(self, record: dict[str, Any]) -> None:
         self.last = record
+        self.done += 1
+        self.lately.append(record)
         for key, value in record.items():
             if isinstance(value, dict):
                 self._counts.setdefault(key, []).append((record["version"], value))
@@ -55,6 +64,7 @@ class History:
                 values.append(value)
 
     def _forget(self, version: int) -> None:
+        self.done = min(self.done, max(version, 0))
         for versions, values in self._columns.values():
             end = bisect_right(versions, version)
             del versions[end:], values[end:]

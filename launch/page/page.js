@@ -13,6 +13,8 @@ if (token.length >= 32) {
   history.replaceState(null, "", location.pathname);
 } else token = sessionStorage.getItem("token") || "";
 
+const saved = by("saved") && JSON.parse(by("saved").textContent); // a report has its data in itself
+
 async function ask(path) {
   const response = await fetch(path, { headers: { Authorization: `Bearer ${token}` } });
   const found = await response.json();
@@ -70,8 +72,9 @@ function ticks(low, high, count) {
 const figures = new Map();
 let latest = null;
 
+// A figure of nothing but zeros is as empty as one without points.
 function shownFigure(figure) {
-  return figure.curves.some((curve) => curve.points[0].length);
+  return figure.curves.some((curve) => curve.points[1].some((value) => value !== 0));
 }
 
 function scaleOf(figure) {
@@ -195,23 +198,25 @@ function showFigure(place, figure, all) {
 
 function showCurves(all) {
   latest = all;
-  const names = all.sections.map((section) => section.title).join("|");
+  showTables(all);
+  const names = all.sections.filter((section) => section.figures.some(shownFigure)).map((section) => section.title).join("|");
   if (by("figures").dataset.names !== names) {
     by("figures").dataset.names = names;
     by("figures").replaceChildren();
     by("sections").replaceChildren(make("a", { href: "#processes-head" }, "Processes"));
     figures.clear();
     all.sections.forEach((section, i) => {
+      if (!section.figures.some(shownFigure)) return;
       const head = make("h2", { id: `section-${i}` }, section.title);
       by("figures").append(head, make("p", {}, section.text), make("div", { className: "figures", id: `figures-${i}` }));
       by("sections").append(make("a", { href: `#section-${i}` }, section.title));
     });
-    by("sections").append(make("a", { href: "#trajectories-head" }, "Trajectories"));
+    by("sections").append(make("a", { href: "#tables" }, "Figures of the run"));
+    if (!saved) by("sections").append(make("a", { href: "#trajectories-head" }, "Trajectories"));
   }
   all.sections.forEach((section, i) => {
     const place = by(`figures-${i}`), shown = section.figures.filter(shownFigure);
-    if (!shown.length) place.replaceChildren(make("p", { className: "empty" }, "No values yet."));
-    else place.querySelectorAll(".empty").forEach((empty) => empty.remove());
+    if (!place) return;
     shown.forEach((figure, n) => {
       const key = `${i} ${figure.title}`, text = JSON.stringify([figure, all.end]);
       let known = figures.get(key);
@@ -227,6 +232,16 @@ function showCurves(all) {
   });
 }
 
+function showTables(all) {
+  const shown = all.tables.filter((table) => table.rows.length);
+  const cells = (tag, row) => make("tr", {}, ...row.map((cell) => make(tag, {}, cell)));
+  by("tables").replaceChildren(...shown.flatMap(({ title, head, rows }) => [
+    make("h2", {}, title),
+    make("div", { className: "box wide" },
+      make("table", { className: "pairs" }, ...(head ? [cells("th", head)] : []), ...rows.map((row) => cells("td", row)))),
+  ]));
+}
+
 // ---------------------------------------------------------------- overview
 
 const STATES = {
@@ -239,19 +254,23 @@ function showOverview(run) {
   document.title = total ? `${version}/${total} · ${run.name}` : run.name;
   set("name", run.name);
   set("folder", run.folder);
+  by("about").replaceChildren(...run.facts.map(([name, value]) => make("span", {}, name ? `${name} ` : "", make("b", {}, value))));
+  by("advice").hidden = !run.advice;
+  set("advice", `Advice: ${run.advice}`);
   by("state").className = run.state.replace(" ", "-");
-  set("state", STATES[run.state] || run.state);
+  set("state", STATES[run.state] ?? run.state);
   set("phase", run.phase);
   set("version", total ? `${run.mode === "sft" ? "step" : "version"} ${version.toLocaleString("en")} of ${total.toLocaleString("en")}` : "");
   by("done").style.width = total ? `${Math.min(100, (100 * version) / total)}%` : "0";
   const running = run.elapsed_s ? `, ${run.state === "running" ? "running" : "ran"} for ${ago(run.elapsed_s)}` : "";
-  set("updated", run.updated ? `last update ${ago(run.now - run.updated)} ago${running}` : "no update yet");
+  const last = saved ? `last update ${new Date(1000 * run.updated).toLocaleString("en-GB")}` : `last update ${ago(run.now - run.updated)} ago`;
+  set("updated", run.updated ? `${last}${running}` : "no update yet");
   by("cards").replaceChildren(...run.cards.map(([value, label]) =>
     make("div", { className: "card" }, make("b", {}, value), make("span", {}, label))));
   const numbers = new Set(["version", "requests", "tokens/s"]), { head, rows } = run.processes;
   const minor = (i) => (["node", "slots"].includes(head[i]) ? " minor" : "");
   const kind = (i) => (numbers.has(head[i]) ? "number" : "") + minor(i);
-  by("no-processes").hidden = rows.length > 0;
+  by("no-processes").hidden = rows.length > 0 || saved;
   by("processes").replaceChildren(...(rows.length ? [
     make("tr", {}, ...head.map((name, i) => make("th", { className: kind(i) }, name))),
     ...rows.map((row) => make("tr", {}, ...row.map((cell, i) => make("td", { className: kind(i) }, cell)))),
@@ -303,13 +322,14 @@ async function showBatch() {
   by("before").disabled = found.from === 0;
   by("after").disabled = end >= found.found;
   const names = ["uid", "prompt", "reward", "tokens", "staleness", "versions", "answer"];
-  const kind = (i) => (i < 6 ? "number" : "") + ([0, 4].includes(i) ? " minor" : "");
+  const kind = (i) => ([1, 6].includes(i) ? "said" : "number") + ([0, 4, 5].includes(i) ? " minor" : "");
   const head = make("tr", {}, ...names.map((name, i) => make("th", { className: kind(i) }, name)));
   by("rows").replaceChildren(head, ...found.rows.map((row) => {
     const [low, high] = row.versions;
-    const cells = [row.uid, `${row.epoch}:${row.row}`, reward(row), `${row.tokens.toLocaleString("en")}${row.truncated ? " cut" : ""}`,
+    const cells = [row.uid, row.start || `${row.epoch}:${row.row}`, reward(row), `${row.tokens.toLocaleString("en")}${row.truncated ? " cut" : ""}`,
       row.staleness, low === high ? low : `${low}–${high}`, row.excerpt || "(empty)"];
     const line = make("tr", { className: "entry", tabIndex: 0 }, ...cells.map((cell, i) => make("td", { className: kind(i) }, String(cell))));
+    line.cells[1].title = `row ${row.row}, epoch ${row.epoch}`;
     line.cells[2].classList.add(row.correct ? "right" : "wrong");
     const open = () => showTrajectory(found.batch, row.index).catch(failed);
     line.addEventListener("click", open);
@@ -374,6 +394,11 @@ let revision = -1, timer = null;
 
 async function look() {
   clearTimeout(timer);
+  if (saved) {
+    by("trained").hidden = true;
+    showOverview(saved.overview);
+    return showCurves(saved.curves);
+  }
   try {
     const run = await ask("api/overview");
     if (run.state) showOverview(run); // it has none before the first look at a slow file server

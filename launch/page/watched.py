@@ -10,12 +10,20 @@ from typing import Any
 from areal_megatron import config_file
 from areal_megatron.config import ConfigError
 from areal_megatron.launch.page.history import MOST_POINTS, History
+from areal_megatron.launch.page.summary import tables
 from areal_megatron.launch.process_rows import HEAD, rows
-from areal_megatron.launch.records import GONE_S, Pulse, read_record
-from areal_megatron.observe.figures import HELD_OUT, Figure, sections
+from areal_megatron.launch.records import GONE_S, LaunchRecord, Pulse, read_record
+from areal_megatron.observe.advice import advise
+from areal_megatron.observe.figures import GREY, HELD_OUT, Figure, sections
 from areal_megatron.observe.metrics import read_status
 from areal_megatron.run import Run
 from areal_megatron.shown import visible
+
+_MODES = {"sft": "supervised fine-tuning", "dpo": "direct preference optimisation", "reward_model": "reward model"}
+"""Supervised modes in words."""
+
+_FILES = ("#9333ea", "#ca8a04", "#db2777", GREY)
+"""Colours of the files of data.eval."""
 
 
 class Watched:
@@ -26,6 +34,8 @@ class Watched:
         self.history = History(run)
         self._pulse, self._first, self._seen_at = Pulse(run, GONE_S), None, 0.0
         self._problem = ""
+        self.status: dict[str, Any] = {}
+        """The last status.json that could be read."""
         self._overview: dict[str, Any] = {}
         self._curves = (-1, b"")
 
@@ -41,7 +51,7 @@ class Watched:
         self._overview = self._look()
         self._seen_at = time.monotonic()
         if self.config and self._curves[0] != self.history.revision:
-            self._curves = self.history.revision, as_json(self._drawn())
+            self._curves = self.history.revision, as_json(self.drawn())
 
     def overview(self) -> dict[str, Any]:
         """What the last look has found; without a `state` before the first."""
@@ -52,7 +62,8 @@ class Watched:
         return self._curves[1]
 
     def _look(self) -> dict[str, Any]:
-        record, status, last = read_record(self.run), read_status(self.run), self.history.last
+        record, last = read_record(self.run), self.history.last
+        self.status = status = read_status(self.run)
         self._first = self._first or record
         state = self._pulse.state() if record else "not started" if self.config else "not begun"
         if state == "running" and record == self._first and abs(time.time() - record.time) > GONE_S:
@@ -68,35 +79,59 @@ class Watched:
             "updated": last.get("time"),
             "now": time.time(),
             "elapsed_s": status.get("elapsed_s"),
-            "cards": self._cards() if self.config else [],
+            "done": self.history.done,
+            "facts": self._facts(record) if self.config else [],
+            "advice": self._advice() if self.config else "",
+            "cards": [card for card in self._cards() if card[0]] if self.config else [],
             "processes": {"head": HEAD, "rows": rows(record, status, False) if record else []},
             "problem": self._problem,
         }
 
+    def _facts(self, record: LaunchRecord | None) -> list[tuple[str, str]]:
+        """What the heading says of the run, as (name, value)."""
+        unit = "steps" if self.config.is_supervised else "updates"
+        mode = _MODES.get(self.config.mode, "asynchronous PPO")
+        facts = [
+            ("", f"{mode}, {self.history.done} of {self.config.updates} {unit}"),
+            ("model", str(self.config.model.path)),
+            ("data", str(self.config.data.train)),
+            ("commit", record.commit if record else ""),
+            ("host", record.launcher if record else ""),
+        ]
+        return [(name, value) for name, value in facts if value]
+
+    def _advice(self) -> str:
+        found = advise(self.config, self.history.lately)
+        return found.line if found else ""
+
     def _cards(self) -> list[tuple[str, str]]:
         def recent(key: str, form: str, scale: float = 1.0) -> str:
             values = self.history.values(key)[-10:]
-            return form.format(median(values) * scale) if len(values) else "–"
+            return form.format(median(values) * scale) if len(values) else ""
 
         if self.config.is_supervised:
-            return [(recent("loss", "{:.3f}"), "loss"), (recent("tokens_per_s", "{:,.0f}"), "tokens/s")]
+            losses = self.history.values("loss")
+            loss = f"{losses[0]:.2f} → {losses[-1]:.3f}" if len(losses) else ""
+            return [(loss, "loss"), (recent("tokens_per_s", "{:,.0f}"), "tokens/s")]
         measured = [e["accuracy"] for e in self.history.evaluations if e.get("accuracy") is not None]
         held_out = [f"{100 * accuracy:.0f}%" for accuracy in measured]
-        bound = self.config.rollout.max_staleness
+        bound, stalest = self.config.rollout.max_staleness, self.history.values("staleness_max")
         return [
-            (" → ".join([*held_out[:1], *held_out[1:][-1:]]) or "–", "held-out accuracy"),
+            (" → ".join([*held_out[:1], *held_out[1:][-1:]]), "held-out accuracy"),
             (recent("reward_mean", "{:.2f}"), "reward"),
             (recent("effective_tokens_per_s", "{:,.0f}"), "trained tokens/s"),
-            (f"{max(self.history.values('staleness_max'), default=0):.0f}", f"largest staleness, bound {bound}"),
+            (f"{max(stalest):.0f}" if len(stalest) else "", f"largest staleness, bound {bound}"),
             (recent("publish_s", "{:.2g} s"), "publish"),
             (recent("commit_s", "{:.0f} ms", 1000), "commit"),
         ]
 
-    def _drawn(self) -> dict[str, Any]:
+    def drawn(self) -> dict[str, Any]:
+        """Returns the tables, and the sections with the points of their curves, of a run whose config is known."""
         shown = sections(self.config, self.history.keys)
         return {
             "x": "step" if self.config.is_supervised else "policy version",
             "end": self.config.updates,
+            "tables": tables(self.config, self.history, self.status.get("elapsed_s")),
             "sections": [
                 {"title": s.title, "text": s.text, "figures": [self._figure(f) for f in s.figures]} for s in shown
             ],
@@ -130,7 +165,24 @@ class Watched:
             interval = [[e["accuracy_low"] for e in whole], [e["accuracy_high"] for e in whole]]
             held_out = {"label": "held-out", "colour": HELD_OUT, "points": points, "interval": interval, "marked": True}
             drawn["curves"] += [held_out] if whole else []
+            drawn["curves"] += self._by_file()
         return drawn
+
+    def _by_file(self) -> list[dict[str, Any]]:
+        """Curves of the held-out accuracy on each file of data.eval, if there are several."""
+        points: dict[str, list[tuple[float, ...]]] = {}
+        for e in sorted(self.history.evaluations[-MOST_POINTS:], key=lambda e: e["version"]):
+            for file, figures in (e.get("files") or {}).items():
+                average = figures.get(f"avg@{e.get('n')}")
+                known = [average.get(key) for key in ("value", "low", "high")] if isinstance(average, dict) else [None]
+                if None not in known:
+                    points.setdefault(file, []).append((e.get("version_mean") or e["version"], *known))
+        curves = []
+        for number, (file, found) in enumerate(points.items() if len(points) > 1 else ()):
+            x, y, low, high = map(list, zip(*found, strict=True))
+            colour = _FILES[number % len(_FILES)]
+            curves.append({"label": file, "colour": colour, "points": [x, y], "interval": [low, high], "marked": True})
+        return curves
 
 
 def as_json(found: Any) -> bytes:

@@ -113,7 +113,7 @@ def test_one_command_has_all_programs(installed, run, world):
 
 def test_tools_of_runs_work(installed, run, world, tmp_path):
     assert installed("-m", "areal_megatron.audit", run.folder).startswith("0 faults")
-    installed("-m", "areal_megatron.report", run.folder, "--out", tmp_path / "report.html")
+    installed("-m", "areal_megatron.launch.page.report", run.folder, "--out", tmp_path / "report.html")
     assert "<style>" in (tmp_path / "report.html").read_text()
     installed("-m", "areal_megatron.convert", "from-hf", world / "model", tmp_path / "checkpoint")
     installed("-m", "areal_megatron.convert", "to-hf", tmp_path / "checkpoint", tmp_path / "hf", "--verify")

@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from areal_megatron import audit, report, trajectories
+from areal_megatron import audit, trajectories
 from areal_megatron.checkpoint import folder as checkpoint_folder
 from areal_megatron.config import ConfigError
 from areal_megatron.data.dumps import Dump, write
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.files import read_replaced
 from areal_megatron.launch import engines, lease, records, status
+from areal_megatron.launch.page import report
 from areal_megatron.launch.page.watched import Watched
 from areal_megatron.launch.pools import Node, Placement, Process, Slot
 from areal_megatron.launch.processes import Log

@@ -1,41 +1,31 @@
 import json
 import re
-from html.parser import HTMLParser
 
 import pytest
 
-from areal_megatron import config_file, report
+from areal_megatron import config_file
 from areal_megatron.config import Config
-from areal_megatron.observe.figures import sections
+from areal_megatron.launch.page import report
 from areal_megatron.observe.metrics import MetricsWriter, write_status
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.run import Run
 
 
-class Page(HTMLParser):
-    """Collects the rows of all tables."""
+class Page:
+    """What a report has inlined: two-column tables as `rows`, wider ones as `wide_rows`."""
 
     def __init__(self, text):
-        super().__init__()
-        self.rows, self.wide_rows, self.cells, self.stack = {}, {}, [], []
-        self.feed(text)
-
-    def handle_starttag(self, tag, attributes):
-        if tag == "tr":
-            self.cells = []
-        self.stack.append((tag, dict(attributes).get("class")))
-
-    def handle_endtag(self, tag):
-        while self.stack and self.stack.pop()[0] != tag:
-            pass
-        if tag == "tr" and len(self.cells) == 2:
-            self.rows[self.cells[0]] = self.cells[1]
-        elif tag == "tr":
-            self.wide_rows[self.cells[0]] = self.cells[1:]
-
-    def handle_data(self, data):
-        if self.stack and self.stack[-1][0] in ("td", "th"):
-            self.cells.append(data)
+        found = re.search(r'<script type="application/json" id="saved">(.*?)</script>', text, re.DOTALL)
+        saved = json.loads(found[1])
+        self.overview, self.curves = saved["overview"], saved["curves"]
+        self.rows, self.wide_rows = {}, {}
+        for table in self.curves["tables"]:
+            for name, *cells in table["rows"]:
+                if len(cells) == 1:
+                    self.rows[name] = cells[0]
+                else:
+                    self.wide_rows[name] = cells
+        self.figures = {f["title"]: f for section in self.curves["sections"] for f in section["figures"]}
 
 
 def make_run(tmp_path, updates, mode="rl"):
@@ -134,29 +124,30 @@ def test_evaluations_of_several_files_are_shown_by_file(tmp_path):
     assert page.rows["held-out accuracy, version 0 (0 to 1, mean 0.5)"] == "20.0% (10.0 – 30.0)"
     assert page.rows["held-out accuracy, version 4 (4 to 5, mean 4.5)"] == "30.0% (20.0 – 40.0)"
     assert (page.rows["aime, avg@4"], page.rows["gsm8k, avg@4"]) == ("30.0% (20.0 – 40.0)", "90.0% (85.0 – 95.0)")
-    assert report._held_out(report.load(run)) == {
-        "aime": [(0.5, 0.2, 0.1, pytest.approx(0.3)), (4.5, 0.3, pytest.approx(0.2), 0.4)],
-        "gsm8k": [(0.5, 0.9, 0.85, 0.95), (4.5, 0.9, 0.85, 0.95)],
-    }
+    curves = {curve["label"]: curve for curve in page.figures["Accuracy"]["curves"]}
+    assert curves["aime"]["points"] == [[0.5, 4.5], [0.2, 0.3]] and curves["gsm8k"]["points"][1] == [0.9, 0.9]
+    assert curves["aime"]["interval"] == [[0.1, pytest.approx(0.2)], [pytest.approx(0.3), 0.4]]
 
 
 def test_final_figures_are_those_of_the_metrics(finished):
-    assert "Advice" not in finished[1]
     _, text = finished
     page = Page(text)
     rows = page.rows
+    assert page.overview["advice"] == "" and page.overview["problem"] == ""
     assert rows["duration"] == "1 min 15 s"
     assert rows["held-out accuracy, version 0"] == "41.0% (38.0 – 45.0)"
     assert rows["held-out accuracy, version 4"] == "93.0% (90.0 – 95.0)" and "math, avg@1" not in rows
     assert rows["effective tokens/s, median"] == "250"
     assert rows["trained tokens"] == "4,010" and rows["groups filtered"] == "10" and rows["reward failures"] == "8"
-    assert rows["staleness, mean and largest"] == "1.00, 2"
+    assert (rows["staleness, mean"], rows["staleness, largest"]) == ("1.00", "2")
     assert rows["log-probability difference, largest"] == "4.0e-05"
     assert rows["the same of the probe"] == "8.0e-05" and rows["effective share, least"] == "0.600"
     assert rows["weights sent per update, MB"] == "3.2"
-    assert page.wide_rows["train"] == ["950", "1,000", "95%"] and page.wide_rows["proximal"] == ["–", "–", "–"]
-    assert rows["data.train"] == "<train>.jsonl", "a value of the config must be escaped in the page"
-    assert "incomplete" not in text
+    assert page.wide_rows["train"] == ["950", "1,000", "95%"] and "proximal" not in page.wide_rows
+    assert rows["data.train"] == "<train>.jsonl" and "<train>" not in text, "a value of the config is escaped"
+    assert "–" not in rows.values()
+    facts = dict(page.overview["facts"])
+    assert facts == {"": "asynchronous PPO, 4 of 4 updates", "model": "model", "data": "<train>.jsonl"}
 
 
 def test_the_short_pool_is_named(tmp_path):
@@ -166,22 +157,24 @@ def test_the_short_pool_is_named(tmp_path):
     for version in range(1, 20):
         writer.write("update", version, pools | {"engine_idle_share": 0.0, "engine_full_share": 1.0})
     writer.close()
-    assert "Advice: engines are short: trainers wait for 40% of the time" in build(run)
+    assert "engines are short: trainers wait for 40% of the time" in Page(build(run)).overview["advice"]
 
 
 def test_figures_by_staleness_have_a_line_for_each_that_was_trained(finished):
-    data = report.load(finished[0])
-    keys = {key for step in data.steps for key in step}
-    shown = {figure.title: figure for section in sections(data.config, keys) for figure in section.figures}
-    curves = shown["Mean of w"].curves
-    assert [curve.label for curve in curves] == ["0", "9-16", "17+"] and len({curve.colour for curve in curves}) == 3
-    assert shown["Mean of log w"].curves == ()
+    figures = Page(finished[1]).figures
+    curves = figures["Mean of w"]["curves"]
+    assert [curve["label"] for curve in curves] == ["0", "9-16", "17+"]
+    assert len({curve["colour"] for curve in curves}) == 3 and figures["Mean of log w"]["curves"] == []
 
 
 def test_page_needs_no_network_and_the_trace_lies_beside_it(finished):
     run, text = finished
-    assert not re.search(r"(src|href)\s*=\s*['\"]?(https?:)?//", text)
-    assert text.count("<svg") == text.count("</svg>") >= 12
+    assert not re.search(r"(src|href)\s*=\s*['\"]?(https?:)?//", text) and "default-src 'none'" in text
+    drawn = [f for f in Page(text).figures.values() if any(curve["points"][0] for curve in f["curves"])]
+    learning = {"Accuracy", "Reward", "Staleness of trained answers", "Effective speed", "Effective share", "Mean of w"}
+    updates = {"Publish", "Commit", "Sent to all engines", "Trainer − engine, probe"}
+    titles = {figure["title"] for figure in drawn}
+    assert titles == learning | updates | {"Trainer − engine, tokens of the trained version"}
     events = json.loads((run.folder / "timeline.json").read_text())["traceEvents"]
     assert [e["name"] for e in events if e["ph"] == "X"] == ["publish", "train", "train"] * 25
 
@@ -194,7 +187,7 @@ def test_run_that_died_says_so(tmp_path, updates):
         with run.metrics.open("a") as file:
             file.write('{"time": 1.0, "ki')
     write_status(run, {"phase": "training", "elapsed_s": 20})
-    assert f"This run is incomplete: {updates} of 40 updates, phase “training”" in build(run)
+    assert f"This run is incomplete: {updates} of 40 updates, phase “training”" in Page(build(run)).overview["problem"]
 
 
 def test_sft_run_shows_its_loss(tmp_path):
@@ -203,10 +196,11 @@ def test_sft_run_shows_its_loss(tmp_path):
     for step, loss in enumerate([3.0, 1.5, 0.6], 1):
         writer.write("sft", step, {"step": step, "loss": loss, "tokens_per_s": 9000.0 + step, "lr": 1e-3})
     writer.close()
-    text = build(run)
-    rows = Page(text).rows
+    page = Page(build(run))
+    rows = page.rows
     assert rows["loss, last 10 steps"] == "1.700" and rows["tokens/s, median"] == "9,002"
-    assert "3.00 → 0.600" in text and "Staleness" not in text and "incomplete" not in text
+    assert ["3.00 → 0.600", "loss"] in page.overview["cards"] and page.overview["problem"] == ""
+    assert not any("taleness" in title for title in page.figures)
 
 
 def test_folder_that_is_no_run_is_named(tmp_path, monkeypatch, capsys):

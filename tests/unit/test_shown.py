@@ -15,13 +15,14 @@ import pytest
 import regex
 from rich.text import Text
 
-from areal_megatron import audit, config_file, convert, evaluate, mirror, report, trajectories
+from areal_megatron import audit, config_file, convert, evaluate, mirror, trajectories
 from areal_megatron.command import COMMANDS
 from areal_megatron.config import Config, DataConfig, ModelConfig
 from areal_megatron.data.dumps import Dump, write
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.errors import printable
 from areal_megatron.launch import calibrate, engines, fetch, local, output, plan, rows, simulate, status, submit
+from areal_megatron.launch.page import report
 from areal_megatron.launch.page.server import Page
 from areal_megatron.launch.page.watched import as_json
 from areal_megatron.launch.pools import Node, Placement, Process

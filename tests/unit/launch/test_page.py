@@ -29,6 +29,7 @@ from areal_megatron.launch.page import browser as trajectory_browser
 from areal_megatron.launch.page import server
 from areal_megatron.launch.page.browser import Browser
 from areal_megatron.launch.page.history import MOST_POINTS, History, thinned
+from areal_megatron.launch.page.report import write_report
 from areal_megatron.launch.page.server import Page
 from areal_megatron.launch.page.watched import Watched
 from areal_megatron.launch.pools import Node, Placement, Process, Slot
@@ -125,6 +126,21 @@ def looked_at(browser, folder, **window):
         browser.leave()
 
 
+CONTRAST = """(() => {
+  const light = (c) => c.map((v) => v / 255).map((v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4))
+    .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+  const rgb = (c) => c.match(/[\\d.]+/g).slice(0, 4).map(Number);
+  const ground = (e) => { for (; e; e = e.parentElement) {
+    const c = rgb(getComputedStyle(e).backgroundColor); if (c.length < 4 || c[3] === 1) return c.slice(0, 3); } };
+  return Math.min(...[...document.querySelectorAll("h1, h2, p, span, b, td, th, figcaption, .plot text")]
+    .filter((e) => e.textContent.trim() && e.getBoundingClientRect().width).map((e) => {
+      const style = getComputedStyle(e), ink = e.namespaceURI.endsWith("svg") ? style.fill : style.color;
+      const [a, b] = [light(rgb(ink).slice(0, 3)), light(ground(e))].sort((x, y) => y - x);
+      return (a + 0.05) / (b + 0.05); }));
+})()"""
+"""The least contrast between a text and what is behind it, as WCAG measures it."""
+
+
 def fits(page):
     return page.value("document.documentElement.scrollWidth <= innerWidth")
 
@@ -148,6 +164,47 @@ def test_a_run_is_shown_while_it_goes_on(tmp_path, model, browser):  # noqa: F81
         show(run, 13, "done")
         ended("done")
         page.wait("document.getElementById('state').textContent === 'done'")
+
+
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("width", [1300, 400])
+def test_a_report_is_the_page_in_one_file(tmp_path, model, browser, width, dark):  # noqa: F811
+    run, metrics, _ = make(tmp_path, model)
+    metrics.write("update", 13, update(13, filtered_tokens=0, zero_advantage_share=0.0))
+    metrics.close()
+    write_report(run, tmp_path / "report.html")
+    browser.leave()
+    browser.errors.clear()
+    browser.open((tmp_path / "report.html").as_uri(), width=width, dark=dark)
+    browser.wait("document.querySelectorAll('.figure').length > 15")
+    shown = browser.value("document.body.innerText")
+    for text in ("asynchronous PPO, 13 of 40 updates", str(model), "This run is incomplete", "rollout.max_staleness"):
+        assert text in shown
+    for text in ("Thrown away", "Tokens that teach nothing", "–\n", "Trajectories", "Solved groups", "Loading"):
+        assert text not in shown, "nothing is shown without a value"
+    assert fits(browser) and browser.errors == []
+    titles = "[...document.querySelectorAll('figcaption, .legend, h1, h2, .card')]"
+    assert browser.value(f"{titles}.filter(e => e.scrollWidth > e.clientWidth).length") == 0, "no title is cut"
+    assert browser.value(CONTRAST) >= 4.5, "text on its ground"
+    if folder := os.environ.get("SCREENSHOTS"):
+        browser.screenshot(Path(folder) / f"report-{width}{'-dark' * dark}.png")
+    browser.leave()
+
+
+def test_prompts_are_told_apart_by_what_follows_their_common_lines(tmp_path, model):  # noqa: F811
+    tokenizer, run = Tokenizer(model), Run(tmp_path / "run")
+    run.create()
+    prompts = [f"You are kind.\nAnswer.\n{question}" for question in ("two and two", "two and three")]
+    tokens = [np.array(tokenizer.responses([prompt])[0], np.int32) for prompt in prompts]
+    own = [answer(tokenizer, i, "a", prompt=prompt) for i, prompt in enumerate(tokens)]
+    write(Dump(number=0, version=0, trajectories=own), run.trajectories)
+    write(Dump(number=1, version=0, trajectories=own[:1]), run.trajectories)
+    config = Config(name="run", updates=2, model=ModelConfig(str(model)), data=DataConfig("d"))
+    found, browser = [], Browser(run)
+    for batch in (0, 1):
+        found.append([row["start"].removesuffix("<eos>") for row in browser.page(config, batch, 0, "")["rows"]])
+    assert found == [["two and two", "two and three"], ["You are kind. Answer. two and two"]]
+    assert browser.page(config, 0, 0, "cut")["rows"] == []
 
 
 @pytest.mark.parametrize("width", [1300, 400])

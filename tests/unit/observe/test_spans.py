@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from areal_megatron.observe.spans import Span, busy_share, merge, overlap, read_spans, speeds_with_and_without, union
+from areal_megatron.observe.spans import Span, merge, overlap, read_spans, speeds_with_and_without, union
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.run import Run
 
@@ -77,12 +77,6 @@ def test_union_and_overlap_agree_with_counting_on_a_grid():
         assert all(left[1] < right[0] for left, right in itertools.pairwise(disjoint))
         start, end = sorted(rng.sample(range(50), 2))
         assert overlap(disjoint, start, end) == len(cells & set(range(start, end)))
-
-
-def test_busy_share_averages_over_processes_and_counts_nested_spans_once():
-    spans = [Span("a", "t", "outer", 0, 4), Span("a", "t", "inner", 1, 2), Span("b", "t", "outer", 3, 5)]
-    assert busy_share(spans, [0, 2, 4, 6]) == pytest.approx([0.5, 0.75, 0.25])
-    assert busy_share([], [0, 1]) == [0]
 
 
 def test_speed_of_work_that_meets_a_publish():
