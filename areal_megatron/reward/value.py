@@ -19,6 +19,8 @@ from areal_megatron.reward.numeral import words
 _MOST_BITS = 40_000
 """The most of numerator or denominator of a rational value."""
 _MOST_POINTS = 9
+_MORE_WHOLE_POINTS = 10
+"""For formulas that have values for whole numbers alone: so many that (-1)^n is not 1 at all of them."""
 _ENOUGH_POINTS = 2
 _LEAST_PRECISION = 500
 _MOST_PRECISION = 16_000
@@ -44,7 +46,9 @@ class Values:
         self.context = mpmath.MPContext()
         self.context.prec = _LEAST_PRECISION
         names = sorted({name for formula in formulas for name in names_of(formula)})
-        self.points = [{name: _coordinate(name, at) for name in names} for at in range(_MOST_POINTS if names else 1)]
+        whole = any(part.value in ("factorial", "binom") for formula in formulas for part in formula.all())
+        points = range((_MOST_POINTS + whole * _MORE_WHOLE_POINTS) if names else 1)
+        self.points = [{name: _coordinate(name, at) for name in names} for at in points]
         self._bits = 0
         self._largest = self.context.mpf(0)
 
@@ -312,7 +316,7 @@ def is_constant(node: Formula) -> bool:
 def _coordinate(name: str, at: int) -> Fraction:
     """Returns the value of a symbol at one of the points: fractions of either sign, and whole numbers."""
     drawn = int.from_bytes(hashlib.blake2b(f"{at} {name}".encode(), digest_size=8).digest())
-    if at in (2, 3):
+    if at in (2, 3) or at >= _MOST_POINTS:
         return Fraction(2 + drawn % 17)
     fraction = Fraction(1 + drawn % 999_983, 1_000_003)
     if at in (0, 4):

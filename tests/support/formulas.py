@@ -961,6 +961,10 @@ a=b=c=1 ~ a=1,b=1
 \mathbb{R}\setminus\{0,1\} ~ (-\infty,0)\cup(1,\infty)
 CO_2 ~ CO
 0/0 ~ 0
+\frac{(-1)^n}{n!} ~ \frac{1}{n!}
+(-1)^{n+k}\binom{n}{k} ~ \binom{n}{k}
+(-1)^{m+n}n!m! ~ n!m!
+A ~ A_2
 6:05\text{ am} ~ 6:05\text{ pm}
 B,E ~ B\text{ or }E
 (1,2,4) ~ c=1,b=2,a=4
