@@ -263,10 +263,10 @@ class Link:
         here = {f"member/{number}": f"member {number} to connect" for number in range(len(self._members))}
         self.wait(here, deadline, update=update, stop=stop)
 
-        def wait(key: str) -> str:
+        def wait_for(key: str) -> None:
             self.wait({f"pairs/{key}": f"NCCL's {key} of member 0"}, deadline, update=update, stop=stop)
 
-        self._pairs = _PolledStore(dist.PrefixStore("pairs", self._keys), wait)
+        self._pairs = _PolledStore(dist.PrefixStore("pairs", self._keys), wait_for)
         self._group = _nccl_group(self._pairs, self._member, len(self._members), self._timeout_s)
         try:
             self._group.eager_connect_single_device(self.device)
