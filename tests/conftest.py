@@ -77,7 +77,14 @@ def take_interrupts() -> None:
 class LocalRun:
     """`areal train` as its own process; output in one file."""
 
-    def __init__(self, folder: Path, *overrides: str, output: Path | None = None, enter: Sequence[str] = ()):
+    def __init__(
+        self,
+        folder: Path,
+        *overrides: str,
+        output: Path | None = None,
+        enter: Sequence[str] = (),
+        config: str = "configs/tiny_cpu.yaml",
+    ):
         """`enter`: the beginning of the command, as of support/slow_link.py."""
         self.folder = folder
         self.traces = Traces(folder.parent)
@@ -87,7 +94,7 @@ class LocalRun:
             sys.executable,
             "-m",
             "areal_megatron.launch.local",
-            "configs/tiny_cpu.yaml",
+            config,
             f"name={folder.name}",
             f"runs_dir={folder.parent}",
             *overrides,
@@ -143,9 +150,10 @@ def local_run(tmp_path):
     """Starts runs; whatever a failed test leaves running is ended."""
     runs = []
 
-    def start(name: str, *overrides: str, output: str = "", enter: Sequence[str] = ()) -> LocalRun:
-        """`output`: name of the file for the launcher's output, if the run's own is still needed."""
-        runs.append(LocalRun(tmp_path / name, *overrides, output=tmp_path / output if output else None, enter=enter))
+    def start(name: str, *overrides: str, output: str = "", **settings) -> LocalRun:
+        """`output`: name of the file for the launcher's output, if the run's own is still needed. `settings`: as of
+        LocalRun."""
+        runs.append(LocalRun(tmp_path / name, *overrides, output=tmp_path / output if output else None, **settings))
         return runs[-1]
 
     yield start

@@ -1,4 +1,4 @@
-"""README.md and docs/: every file, folder and heading that they name exists."""
+"""README.md, docs/ and examples/: every file, folder and heading that they name exists."""
 
 import re
 from dataclasses import is_dataclass
@@ -11,10 +11,13 @@ from areal_megatron.config import Config, EnvironmentConfig, config_fields
 from tools import reference
 
 ROOT = Path(__file__).parents[2]
-DOCS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+DOCS = [
+    *sorted(ROOT.glob("*.md")),
+    *(doc for top in ("docs", "examples") for doc in sorted((ROOT / top).rglob("*.md"))),
+]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 CODE = re.compile(r"```.*?```|`[^`\n]+`", re.DOTALL)
-FOLDERS = ("areal_megatron", "configs", "docs", "launch", "slurm", "tests", "tools")
+FOLDERS = ("areal_megatron", "configs", "docs", "examples", "launch", "slurm", "tests", "tools")
 PATH = re.compile(rf"(?<![\w./-])(?:(?:{'|'.join(FOLDERS)})/[\w./-]*|[\w/-]+\.py\b)")
 USERS = {
     "areal_megatron/models/mistral.py",

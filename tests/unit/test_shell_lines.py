@@ -1,5 +1,5 @@
-"""Every shell line of README.md and docs/: its program exists, its options are in that program's parser, its keys
-are in config.py. Nothing is run: what the lines do is shown by the tests of the programs and of the tutorials."""
+"""Every shell line of README.md, docs/ and examples/: its program exists, its options are in that program's parser, its
+keys are in config.py. Nothing is run: what the lines do is shown by the tests of the programs and of the tutorials."""
 
 import argparse
 import ast
