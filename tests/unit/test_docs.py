@@ -17,7 +17,7 @@ DOCS = [
 ]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 CODE = re.compile(r"```.*?```|`[^`\n]+`", re.DOTALL)
-FOLDERS = ("areal_megatron", "configs", "docs", "examples", "launch", "slurm", "tests", "tools")
+FOLDERS = ("areal_megatron", "configs", "docs", "launch", "slurm", "tests", "tools")
 PATH = re.compile(rf"(?<![\w./-])(?:(?:{'|'.join(FOLDERS)})/[\w./-]*|[\w/-]+\.py\b)")
 USERS = {
     "areal_megatron/models/mistral.py",
@@ -29,7 +29,7 @@ USERS = {
 }
 """Files of the reader, beside those that a block begins with: `# mine.py`."""
 PLACES = (ROOT, ROOT / "areal_megatron")
-NAMES = {path.name for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")}
+NAMES = {path.name for folder in (*FOLDERS, "examples") for path in (ROOT / folder).rglob("*.py")}
 MODULE = re.compile(r"(?:\bpython -m |`)((?:areal_megatron|launch)(?:\.\w+)+)")
 
 
