@@ -49,7 +49,7 @@ from areal_megatron.reshard.engine_layout import EngineSizes
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 from areal_megatron.run import Run
 from areal_megatron.shown import speak_utf8
-from tests.support.loading import load
+from tests.support.loading import LONGEST_S, load
 from tests.support.trainer_ranks import RankFailed, TrainerRanks
 from tools.family import tiny
 
@@ -274,7 +274,7 @@ def run(subject: Subject) -> str:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=400,
+        timeout=LONGEST_S,
         encoding="utf-8",
         errors="replace",
     )

@@ -1,6 +1,6 @@
 """What vLLM itself builds and loads, and what an update makes of it: started by loading.py.
 
-    python loaded_parameters.py RANKS PORT FOLDER
+    python loaded_parameters.py RANKS FOLDER
 
 Imports vLLM once, for all ranks, which are forks of it.
 
@@ -14,6 +14,7 @@ import hashlib
 import json
 import multiprocessing
 import sys
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import torch
@@ -27,6 +28,7 @@ from areal_megatron.checkpoint import hf
 from areal_megatron.models.architecture import architecture, implied, read_config
 from areal_megatron.reshard import engine_layout
 from areal_megatron.reshard.receive import live_parameters
+from tests.support.loading import RENDEZVOUS
 
 
 def digest(parameter: torch.Tensor) -> str:
@@ -76,7 +78,7 @@ def logits(model: torch.nn.Module) -> list:
     return [str(found.dtype), wrong.abs().max().item(), rounded.abs().max().item()]
 
 
-def live(rank: int, port: str, folder: Path) -> None:
+def live(rank: int, folder: Path) -> None:
     load_general_plugins()
     if not torch.accelerator.is_available():
         torch.accelerator.empty_cache = lambda: None  # vLLM's CPU worker does the same
@@ -101,7 +103,7 @@ def live(rank: int, port: str, folder: Path) -> None:
         with set_current_vllm_config(config):
             if not parallel_state.model_parallel_is_initialized():
                 world = max(tp for _, tp, *_ in options["cases"])
-                parallel_state.init_distributed_environment(world, rank, f"tcp://127.0.0.1:{port}", rank, "gloo")
+                parallel_state.init_distributed_environment(world, rank, f"file://{folder / RENDEZVOUS}", rank, "gloo")
             else:
                 parallel_state.destroy_model_parallel()
             parallel_state.initialize_model_parallel(tp)
@@ -112,15 +114,17 @@ def live(rank: int, port: str, folder: Path) -> None:
 
 
 def main() -> int:
-    ranks, port, folder = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+    ranks, folder = int(sys.argv[1]), Path(sys.argv[2]).resolve()
     torch.set_num_threads(1)
     fork = multiprocessing.get_context("fork")
-    processes = [fork.Process(target=live, args=(rank, port, folder), daemon=True) for rank in range(ranks)]
+    processes = [fork.Process(target=live, args=(rank, folder), daemon=True) for rank in range(ranks)]
     for process in processes:
         process.start()
-    for process in processes:
-        process.join()
-    return int(any(process.exitcode for process in processes))
+    while living := [process for process in processes if process.exitcode is None]:
+        wait([process.sentinel for process in living])
+        if any(process.exitcode for process in processes):  # the others would wait for it
+            return 1
+    return 0
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import socket
+import secrets
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -14,6 +14,10 @@ from typing import Any
 from areal_megatron.launch.processes import end_sessions
 from areal_megatron.launch.shared_memory import SharedMemory
 
+LONGEST_S = 1500
+"""A minute's work, on a machine that may be twenty times too busy."""
+RENDEZVOUS = "rendezvous"
+"""The file by which ranks meet: a port that was free may be taken before vLLM is imported."""
 Case = tuple[str, int, bool, str]
 """(name of the model's folder, tp, expert parallel, dtype)"""
 
@@ -22,24 +26,22 @@ def load(folder: Path, cases: Sequence[Case], ranks: int, hf_overrides: dict[str
     """Returns for each of `ranks` ranks what loaded_parameters.py writes of each case, by "name tp expert_parallel
     dtype". The models are in `folder`. Raises AssertionError with the last of the output if a rank fails."""
     (folder / "cases.json").write_text(json.dumps({"cases": list(cases), "hf_overrides": hf_overrides}))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    script = Path(__file__).with_name("loaded_parameters.py")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_DIST_IDENT": f"layouts-{port}"}
+    (folder / RENDEZVOUS).unlink(missing_ok=True)
+    script, name = Path(__file__).with_name("loaded_parameters.py"), f"layouts-{secrets.token_hex(4)}"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_DIST_IDENT": name}
     with (folder / "out").open("w+") as output:
         process = subprocess.Popen(
-            [sys.executable, script, str(ranks), str(port), folder],
+            [sys.executable, script, str(ranks), folder],
             stdout=output,
             stderr=subprocess.STDOUT,
             env=environment,
             start_new_session=True,
         )
     try:
-        code = process.wait(300)
+        code = process.wait(LONGEST_S)
     finally:
         end_sessions({process.pid}, SharedMemory(), grace_s=1)
-        for left in Path("/dev/shm").glob(f"layouts-{port}-*"):  # vLLM's communicator on CPU does not remove them
+        for left in Path("/dev/shm").glob(f"{name}-*"):  # vLLM's communicator on CPU does not remove them
             left.unlink()
     assert code == 0, (folder / "out").read_text()[-6000:]
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]

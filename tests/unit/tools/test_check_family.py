@@ -13,6 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from areal_megatron.models.architecture import FAMILIES, architecture, read_config
 from tests.conftest import ROOT
+from tests.support.loading import LONGEST_S
 from tools import check_family
 from tools.family import tiny
 
@@ -141,7 +142,7 @@ FAULTS = {
 def check(folder, *arguments, code):
     environment = os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, folder / "tools" / "check_family.py", *arguments]
-    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=2 * LONGEST_S)
     assert done.returncode == code, done.stdout + done.stderr[-3000:]
     return done.stdout + done.stderr
 
@@ -153,7 +154,7 @@ def test_every_fault_can_be_planted(name):
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(2 * LONGEST_S)
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_named(tmp_path, name):
     fault = FAULTS[name]
@@ -270,7 +271,7 @@ def test_layouts_are_those_that_the_numbers_of_heads_and_experts_allow(tmp_path,
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(2 * LONGEST_S)
 @pytest.mark.parametrize("name", ["nine-heads", "three-groups", "1-layers"])
 def test_a_saved_folder_is_right_in_every_part(tmp_path, name):
     model, sizes, _ = FOLDERS[name]
@@ -280,7 +281,7 @@ def test_a_saved_folder_is_right_in_every_part(tmp_path, name):
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(2 * LONGEST_S)
 @pytest.mark.parametrize("model", [QWEN2, EXPERTS])
 def test_families_that_are_there_are_right(model):
     said = check(ROOT, f"configs/models/{model}", code=0)
