@@ -98,9 +98,8 @@ def test_staleness_holds_while_groups_are_filtered(local_run, world, capsys, eta
     assert max(u["staleness_max"] for u in updates) == max(staleness)
     assert updates[-1]["groups_filtered"] > 0
     assert sum(u["filtered_tokens"] for u in updates) > 0 and all(u.get("solved_none", 0) <= 1 for u in updates)
-    # However stale what is trained is, trainers and engines are compared at equal versions in every update.
-    assert max(u["mismatch_max"] for u in updates) < 1e-3 and min(u["mismatch_tokens"] for u in updates) > 8
-    assert max(u["version"] - 1 - u["mismatch_version"] for u in updates) <= 1
+    # However stale what is trained is, trainers and engines are compared at equal versions.
+    check_compared(updates)
     named = {re.sub("/.*", "", name) for u in updates for name in u} - {"time", "kind", "version"}
     page = (ROOT / "docs" / "metrics.md").read_text()
     assert [name for name in sorted(named) if f"`{name}`" not in page and f"`{name}/" not in page] == []
@@ -113,6 +112,18 @@ def test_staleness_holds_while_groups_are_filtered(local_run, world, capsys, eta
         check_ratios(run, world / "model", capsys)
         recorded = changes | {"mode": "replay", "data.train": run.trajectories}
         check_replay(run, local_run("replay", *small(world, **recorded)))
+
+
+def check_compared(updates):
+    """Trainers and engines were compared, and at equal versions they agree. The engine scores a batch beside its
+    training: the first update may have no comparison yet, and a later one that of a version before, where the machine
+    is busy."""
+    compared = [update for update in updates if "mismatch_max" in update]
+    assert compared and compared == updates[-len(compared) :], "there is one from the first comparison on"
+    assert max(u["mismatch_max"] for u in compared) < 1e-3 and min(u["mismatch_tokens"] for u in compared) > 8
+    versions = [u["mismatch_version"] for u in compared]
+    assert versions == sorted(versions) and len({*versions}) > 1, "of newer and newer versions"
+    assert all(u["mismatch_version"] < u["version"] for u in compared)
 
 
 def check_ratios(run, model, capsys):
@@ -170,8 +181,8 @@ def test_experts_train_in_the_layout_of_the_235b_run(local_run, world, of_family
     assert started.wait() == 0, started.output
     assert held == expected_checksums(load_file(run.hf / "model.safetensors"), read_config(run.hf), tp=2)
     updates = [line for line in read_metrics(run) if line["kind"] == "update"]
-    assert len(updates) == 6 and max(u["mismatch_max"] for u in updates) < 1e-3
-    assert min(u["mismatch_tokens"] for u in updates) > 8
+    assert len(updates) == 6
+    check_compared(updates)
     before, after = (load_file(folder / "model.safetensors") for folder in (model, run.hf))
     assert before.keys() == after.keys()
     still = [name for name in before if torch.equal(before[name], after[name])]
