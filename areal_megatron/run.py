@@ -67,7 +67,8 @@ class Replaced(RunError):
 
 
 class Away(OSError):
-    """The run folder is not where it was, or has lost its records: renamed, unmounted, replaced or cleared."""
+    """The run folder is not where it was, or has lost its records: renamed, unmounted, replaced or cleared; or what a
+    process needs of it cannot be read."""
 
     def __init__(self, problem: str):
         super().__init__(errno.ENOENT, problem)
@@ -392,7 +393,13 @@ class Run:
 
     def _read_start(self, number: int) -> IncarnationStart:
         path = numbered(self.incarnations, number)
-        return read_record(path.read_bytes(), IncarnationStart, path)
+        try:
+            return read_record(path.read_bytes(), IncarnationStart, path)
+        except ConfigError as e:  # without this one alone, work that came after it would not count
+            raise ConfigError(
+                f"{e}; put a copy of it back, or rename {self.incarnations}: resume=auto then goes on from the newest "
+                "checkpoint"
+            ) from None
 
     @property
     def start(self) -> IncarnationStart:
@@ -422,18 +429,18 @@ class Run:
 
     @property
     def token(self) -> str:
-        """The run's secret. Raises ConfigError if others may have written it."""
+        """The run's secret. Raises ConfigError if others may have written it, and Away if it cannot be read."""
         return self._read_private(_SECRET)
 
     @property
     def keys(self) -> SecretKeys:
-        """Raises ConfigError if others may have written them."""
+        """Raises ConfigError if others may have written them, and Away if they cannot be read."""
         return SecretKeys(*map(self._read_key, _KEYS))
 
     @property
     def credentials(self) -> Credentials:
         """Those by which engines of other sites and this one know each other. Raises ConfigError if others may have
-        written them."""
+        written them, and Away if they cannot be read."""
         self._read_private(_CREDENTIALS)
         return Credentials(self.folder / _CREDENTIALS)
 
@@ -448,14 +455,29 @@ class Run:
         path = self.folder / name
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            try:
+                if _mode_of_own(path, os.fstat(descriptor)) & private.USE and self.make_private():
+                    raise ConfigError(f"others may have replaced {path}: start the run again, which draws another")
+                return os.read(descriptor, 10_000).decode("ascii", "replace")
+            finally:
+                os.close(descriptor)
         except OSError as e:
-            raise ConfigError(f"{path} is not a file of this user: {e.strerror}; remove it") from None
-        try:
-            if _mode_of_own(path, os.fstat(descriptor)) & private.USE and self.make_private():
-                raise ConfigError(f"others may have replaced {path}: start the run again, which draws another")
-            return os.read(descriptor, 10_000).decode("ascii", "replace")
-        finally:
-            os.close(descriptor)
+            raise self._unread(path, e) from None
+
+    def _unread(self, path: Path, error: OSError) -> ConfigError | Away:
+        """Returns why a private file cannot be read. What may be the run's own is not to be removed."""
+        if error.errno in (errno.ENOENT, errno.ENOTDIR):
+            return self._away(f"{path.name} is not there")
+        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link, a socket
+            return _not_own(path)
+        if error.errno in (errno.EACCES, errno.EPERM):
+            with contextlib.suppress(OSError):
+                if path.lstat().st_uid != os.geteuid():
+                    return _not_own(path)
+            return ConfigError(f"{path} may not be read by this user: allow it with 'chmod -R u+rwX {self.folder}'")
+        return Away(
+            f"{path} cannot be read: {error.strerror}; leave it, and start again when its disk or server answers"
+        )
 
     def log(self, process: str) -> Path:
         return self.folder / "logs" / f"{process}.log"
@@ -516,8 +538,12 @@ class Run:
 def _mode_of_own(path: Path, status: os.stat_result) -> int:
     """Returns the mode of a file. Raises ConfigError if it is none, or another user's."""
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
-        raise ConfigError(f"{path} is not a file of this user: remove it")
+        raise _not_own(path)
     return status.st_mode
+
+
+def _not_own(path: Path) -> ConfigError:
+    return ConfigError(f"{path} is not a file of this user: remove it")
 
 
 def _launcher(record: Path) -> str:

@@ -1,8 +1,10 @@
 """Incarnations of a run: begun whole or not at all, each by one launcher, and none writes after a newer one."""
 
+import errno
 import os
 import resource
 import signal
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +15,7 @@ from areal_megatron.config import ConfigError
 from areal_megatron.launch.pools import Placement
 from areal_megatron.launch.records import Recorder
 from areal_megatron.observe.metrics import MetricsWriter, write_status
-from areal_megatron.run import Replaced, Run
+from areal_megatron.run import Away, Replaced, Run
 
 BEGIN = "import sys; from areal_megatron.run import Run; Run(sys.argv[1]).begin(checkpoint='c' * 2000)"
 RACE = """
@@ -131,7 +133,7 @@ def test_a_record_of_an_incarnation_that_cannot_be_read_is_named(run, damage):
     """And it is there: who was replaced by it writes nothing more."""
     path = run.incarnations / "00001.json"
     path.write_bytes(damage)
-    with pytest.raises(ConfigError, match=rf"^{path} is of another release or damaged: [^\n]*$"):
+    with pytest.raises(ConfigError, match=rf"^{path} is of another release or damaged: [^\n]*; put a copy of it back"):
         Run(run.folder).starts()
     with pytest.raises(Replaced, match="by another launcher"):
         run.check_current()
@@ -147,6 +149,55 @@ def test_a_key_that_cannot_be_read_is_named(run):
     (run.folder / "trainers.key").chmod(0o666)
     with pytest.raises(ConfigError, match="others may have replaced"):
         _ = run.keys
+
+
+def fails(number):
+    """Has the file fail to open, as on a disk that does not answer."""
+
+    def spoil(path, monkeypatch):
+        really = os.open
+
+        def opening(name, *given, **more):
+            if Path(name) == path:
+                raise OSError(number, os.strerror(number), name)
+            return really(name, *given, **more)
+
+        monkeypatch.setattr(os, "open", opening)
+
+    return spoil
+
+
+def replaced(make):
+    def spoil(path, monkeypatch):
+        path.unlink()
+        make(path)
+
+    return spoil
+
+
+UNREAD = {
+    **{name: (fails(getattr(errno, name)), Away, "leave it") for name in ("EIO", "ESTALE", "ETIMEDOUT", "EMFILE")},
+    "missing": (replaced(lambda path: None), Away, "is not there"),
+    "a link": (
+        replaced(lambda path: path.symlink_to("config.yaml")),
+        ConfigError,
+        "not a file of this user: remove it",
+    ),
+    "a folder": (replaced(os.mkdir), ConfigError, "not a file of this user: remove"),
+    "a socket": (replaced(lambda path: os.mknod(path, stat.S_IFSOCK)), ConfigError, "not a file of this user: remove"),
+    "forbidden": (fails(errno.EACCES), ConfigError, "may not be read by this user: allow it with 'chmod -R u.rwX "),
+}
+
+
+@pytest.mark.parametrize("kind", UNREAD)
+def test_a_secret_is_only_to_be_removed_where_it_is_no_file_of_this_user(run, monkeypatch, kind):
+    spoil, error, words = UNREAD[kind]
+    for name, read in {"secret": "token", "trainers.key": "keys", "site.pem": "credentials"}.items():
+        with monkeypatch.context() as own:
+            spoil(run.folder / name, own)
+            with pytest.raises(error, match=rf"^[^\n]*{name}[^\n]*{words}[^\n]*$") as raised:
+                getattr(run, read)
+        assert ("remove" in str(raised.value)) == ("remove" in words)
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o660, 0o666])
