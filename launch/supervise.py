@@ -125,7 +125,13 @@ class _Watch:
             processes = self._hosts.by_name
             left = self.parts(self._health.drained) | self._hosts.lost
             if failed := _failure(processes, self._hosts, left):
+                was_away = self._wait_for_folder()  # what it says of the run decides
                 name, alone = whole(failed.name), self._is_dispensable(failed.name)
+                if alone and was_away:  # which may be all that the engine failed of
+                    self.console.note(f"{Failure.of(failed, self._ended.get(name, '')).text}\nstarting it again")
+                    self._end_parts(name)
+                    self._start(name)
+                    continue
                 failure = self._failure(failed, alone)
                 if alone and self.may_restart(failure):
                     self._end_parts(name)
@@ -151,25 +157,39 @@ class _Watch:
         """
         if self._hosts.lost:
             raise HostError(f"{', '.join(sorted(self._hosts.lost))} cannot be started again: their node is lost")
+        self._when_possible(self._begin)
+
+    def _begin(self) -> None:
         run = self._beginning.run
-        deadline, waiting = time.monotonic() + self._beginning.config.machine.gather_s, False
+        run.look()
+        checkpoint, replaced = start.newest(run), run.make_private()
+        keep = self.kept() if checkpoint and not replaced else set()
+        self._hosts.end(self.parts(keep))
+        if replaced:  # the engines that hold the one before have been ended
+            run.renew_secret()
+        start.begin(run, checkpoint, keep | self.added())
+
+    def _wait_for_folder(self) -> bool:
+        """Waits while the run folder is away or cannot be looked at. Returns whether it was. Raises HostError as
+        begin_again does."""
+        return self._when_possible(self._beginning.run.look)
+
+    def _when_possible(self, act: Callable[[], None]) -> bool:
+        """Acts, again and again until the disk lets it. Returns whether that took a wait. Raises HostError after
+        machine.gather_s, and Replaced, as after machine.lease_s without the run folder."""
+        run = self._beginning.run
+        deadline, waited = time.monotonic() + self._beginning.config.machine.gather_s, False
         while True:
             try:
-                run.look()
-                checkpoint, replaced = start.newest(run), run.make_private()
-                keep = self.kept() if checkpoint and not replaced else set()
-                self._hosts.end(self.parts(keep))
-                if replaced:  # the engines that hold the one before have been ended
-                    run.renew_secret()
-                start.begin(run, checkpoint, keep | self.added())
-                return
+                act()
+                return waited
             except OSError as e:  # as of a full disk, or a folder that is away
                 problem = str(e) if isinstance(e, Away) else f"{run.folder} cannot be written: {e.strerror or e}"
                 if time.monotonic() > deadline:
                     raise HostError(f"{problem}; mend that, and the same command resumes the run") from None
-            if not waiting:
+            if not waited:
                 print(f"warning: {problem}; the run goes on when it can", file=sys.stderr, flush=True)
-            waiting = True
+            waited = True
             self._lease.check()
             self._on_poll()
             time.sleep(_DISK_S)
@@ -230,6 +250,7 @@ class _Watch:
             self._recorder.write(dict(self._hosts.by_name), self._restarts, outcome)
 
     def _start(self, name: str) -> None:
+        self._wait_for_folder()  # in which its log is
         self._health.started(name)
         self._ended.pop(name, None)
         process, rendezvous = self._processes[name], f"rendezvous-{name}-{secrets.token_hex(4)}"

@@ -168,6 +168,31 @@ def test_other_failures_use_up_their_restarts(tmp_path, signals, program):
     assert hosts.starts["trainer-0"] == 4
 
 
+def test_an_engine_that_fails_while_the_run_folder_is_away_is_started_when_it_is_back(tmp_path, signals, capsys):
+    """Alone, and without using up a restart, of which there is none."""
+    moved, over = tmp_path / "moved", f"pathlib.Path({str(tmp_path / 'over')!r})"
+    until_over = f"\nwhile not {over}.exists(): time.sleep(0.1)"
+    goes_away = f"time.sleep(0.5); os.rename(status.parent, {str(moved)!r}); sys.exit(1)"
+    hosts = Scripted(
+        controller=f'status.write_text(\'{{"phase": "training"}}\');{until_over}',
+        trainer=until_over,
+        engine=f"\nif n: {over}.touch(); {WAIT}\nelse: {goes_away}",
+    )
+
+    def come_back():
+        while not moved.exists():
+            time.sleep(0.05)
+        time.sleep(2)
+        moved.rename(tmp_path / "run")
+
+    coming_back = threading.Thread(target=come_back)
+    coming_back.start()
+    assert supervised(tmp_path, hosts, restarts=0, engines=1) == Outcome.DONE
+    coming_back.join()
+    assert hosts.starts == {"controller": 1, "trainer-0": 1, "engine-0": 2}
+    assert "it is not there (renamed, unmounted or cleared?); the run goes on when it can" in capsys.readouterr().err
+
+
 READS_SECRET = "from areal_megatron.run import Run; Run(status.parent).token; time.sleep(1 - n);"
 
 
