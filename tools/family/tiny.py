@@ -19,13 +19,14 @@ from areal_megatron.models.described import EXPERT_COUNTS
 LAYERS = 4
 VOCABULARY = 191
 """Divided by no number of ranks, so that its padding is tried too; engines pad it to 192."""
-_WIDTHS: dict[str, int] = {
-    "hidden_size": 128,
-    "intermediate_size": 96,
-    "moe_intermediate_size": 64,
-    "shared_expert_intermediate_size": 64,
+_WIDTHS: dict[str, tuple[int, int]] = {
+    "hidden_size": (128, 32),
+    "intermediate_size": (96, 32),
+    "moe_intermediate_size": (64, 64),  # of half of an expert engines on CPU pad what 32 does not divide
+    "shared_expert_intermediate_size": (64, 32),
 }
-"""Key of config.json → the least width in the tiny model, which has some of the model's own divisors."""
+"""Key of config.json → the least width in the tiny model, which has some of the model's own divisors, and the step by
+which it may be larger."""
 _SIZES: dict[str, int] = {
     "head_dim": 32,
     "max_position_embeddings": 4096,
@@ -59,7 +60,7 @@ def shrunk(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     config = {key: value for key, value in hf_config.items() if key not in left_out}
     has = {key for key, value in config.items() if value is not None}
     config |= {key: value for key, value in _SIZES.items() if key in has}
-    config |= {key: _width(config[key], least) for key, least in _WIDTHS.items() if key in has}
+    config |= {key: _width(config[key], *sizes) for key, sizes in _WIDTHS.items() if key in has}
     config |= {key: min(config[key], most) for key, most in _MOST.items() if key in has}
     divided = hf_config["hidden_size"] % hf_config["num_attention_heads"] == 0
     config |= _experts(config, has) | _heads(config, has, divided) | _by_layer(config)
@@ -88,10 +89,10 @@ def _divided(number: int) -> list[bool]:
     return [number % divisor == 0 for divisor in (2, 3, 4, 8)]
 
 
-def _width(value: int, least: int) -> int:
-    """Returns a width of at least `least` with the remainder that `value` leaves after multiples of 32, divided by 3
-    where that is."""
-    candidates = (least + value % 32 + 32 * more for more in range(3))
+def _width(value: int, least: int, step: int) -> int:
+    """Returns a width of at least `least` with the remainder that `value` leaves after multiples of `step`, divided by
+    3 where that is."""
+    candidates = (least + value % step + step * more for more in range(3))
     return next(n for n in candidates if (n % 3 == 0) == (value % 3 == 0))
 
 
@@ -109,7 +110,7 @@ def _heads(config: Mapping[str, Any], has: Collection[str], divided: bool) -> di
     if "head_dim" not in has and "qk_rope_head_dim" not in has:
         made["hidden_size"] = _SIZES["head_dim"] * heads  # vLLM's kernels take no heads of 16
     elif divided:  # which some classes of transformers demand
-        made["hidden_size"] = -(-_WIDTHS["hidden_size"] // lcm(32, heads)) * lcm(32, heads)
+        made["hidden_size"] = -(-_WIDTHS["hidden_size"][0] // lcm(32, heads)) * lcm(32, heads)
     return made
 
 

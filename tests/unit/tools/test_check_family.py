@@ -46,7 +46,7 @@ FAULTS = {
         '"experts expert_ffn hidden"',
         EXPERTS,
         "table",
-        "another shape than transformers: model.layers.0.mlp.experts.0.down_proj.weight (96, 128), not (128, 96)",
+        "another shape than transformers: model.layers.0.mlp.experts.0.down_proj.weight (192, 128), not (128, 192)",
     ),
     "swapped-gate-and-up": Fault(
         "areal_megatron/models/table.py",
