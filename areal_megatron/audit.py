@@ -269,7 +269,10 @@ def _parts(ledger: Path) -> list[_Part]:
     if not ledger.exists():
         return []
     lines = enumerate(ledger.read_bytes().split(b"\n")[:-1], 1)
-    return [read_record(line, _Part, f"{ledger}:{number}") for number, line in lines]
+    try:
+        return [read_record(line, _Part, f"{ledger}:{number}") for number, line in lines]
+    except ConfigError as e:
+        raise ConfigError(f"{e}; put a copy of it back: nothing else says what was trained") from None
 
 
 def _name(prompt: Prompt) -> str:

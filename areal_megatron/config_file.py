@@ -26,6 +26,7 @@ from areal_megatron.config import (
     decide_defaults,
     describe,
 )
+from areal_megatron.errors import first_line
 from areal_megatron.files import write_atomically
 
 _EVERY = Config(environments=[EnvironmentConfig()])
@@ -120,7 +121,7 @@ def _read_file(path: Path) -> list[Entry]:
     except yaml.YAMLError as e:
         mark = getattr(e, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else str(path)
-        raise ConfigError(f"{where}: not YAML: {getattr(e, 'problem', e)}") from None
+        raise ConfigError(f"{where}: not YAML: {getattr(e, 'problem', first_line(e))}") from None
     if tree is not None and not isinstance(tree, yaml.MappingNode):
         raise ConfigError(f"{path}: expected `key: value` lines")
     return list(_entries(path, tree, "", {}) if tree else [])

@@ -394,7 +394,10 @@ class Run:
     def _read_start(self, number: int) -> IncarnationStart:
         path = numbered(self.incarnations, number)
         try:
-            return read_record(path.read_bytes(), IncarnationStart, path)
+            start = read_record(path.read_bytes(), IncarnationStart, path)
+            if start.incarnation != number:
+                raise ConfigError(f"{path} is of another release or damaged: it says another number")
+            return start
         except ConfigError as e:  # without this one alone, work that came after it would not count
             raise ConfigError(
                 f"{e}; put a copy of it back, or rename {self.incarnations}: resume=auto then goes on from the newest "

@@ -34,7 +34,7 @@ from areal_megatron.launch.health import Health
 from areal_megatron.launch.hosts import Here
 from areal_megatron.launch.orders import start_order
 from areal_megatron.launch.pools import Process, Slot
-from areal_megatron.launch.records import LaunchRecord, Pulse, read_record, state_of
+from areal_megatron.launch.records import LaunchRecord, Pulse, last_record, read_record, state_of
 from areal_megatron.launch.supervise import Outcome, interrupt
 from areal_megatron.network import Site, join_address, split_address
 from areal_megatron.observe.metrics import read_status
@@ -98,9 +98,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def check_running(run: Run) -> None:
     """Raises ConfigError if there is no such run, if others may write its folder, or if it is over."""
-    record = read_record(run)
-    if record is None:
-        raise ConfigError(f"{run.folder} is no run folder; give one such as runs/tiny")
+    record = last_record(run, run.folder)
     if run.make_private():
         raise ConfigError(
             f"others may have replaced a secret of {run.folder}: start the run again, which draws another"

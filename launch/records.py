@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from areal_megatron.config import ConfigError
 from areal_megatron.files import read_replaced, write_atomically
 from areal_megatron.json_input import read_record as read_json_record
 from areal_megatron.launch.pools import Placement
@@ -125,6 +126,20 @@ class Pulse:
 def read_record(run: Run) -> LaunchRecord | None:
     """Returns the last record; None before the first, and if none can be read."""
     return read_replaced(run.processes, lambda content: read_json_record(content, LaunchRecord, run.processes))
+
+
+def last_record(run: Run, named: Path) -> LaunchRecord:
+    """Returns the last record. Raises ConfigError if there is none that can be read; `named`: the folder as its user
+    names it."""
+    if (record := read_record(run)) is not None:
+        return record
+    if run.processes.exists():
+        raise ConfigError(
+            f"{run.processes} is of another release or damaged: a launcher that lives writes another within "
+            f"{RECORD_S:.0f} s, and one that resumes the run does"
+        )
+    problem = "has not been started by a launcher" if run.config.exists() else "is no run folder"
+    raise ConfigError(f"{named} {problem}; give a folder such as runs/tiny")
 
 
 def state_of(run: Run, record: LaunchRecord) -> str:

@@ -349,10 +349,13 @@ def newest(run: Run, held: bool = True) -> SavedCheckpoint | None:
             f"resume: {e.filename} is not there although {run.folder} has been run: put it back, or begin anew under "
             "another name=…"
         ) from None
+    if problems and not checkpoint:
+        raise ConfigError(
+            f"resume: no checkpoint in {run.checkpoints} is whole; {problems[0]}: put a copy of it back, or begin anew "
+            "under another name=…"
+        )
     for problem in problems:
         print(f"warning: {problem}; resuming from the one before", file=sys.stderr)
-    if problems and not checkpoint:
-        raise ConfigError(f"resume: no checkpoint in {run.checkpoints} is whole")
     return checkpoint
 
 

@@ -24,7 +24,7 @@ from areal_megatron.checkpoint import folder as checkpoint_folder
 from areal_megatron.command import program
 from areal_megatron.config import ConfigError
 from areal_megatron.launch.process_rows import HEAD, rows
-from areal_megatron.launch.records import LaunchRecord, read_record, state_of
+from areal_megatron.launch.records import LaunchRecord, last_record, state_of
 from areal_megatron.observe.advice import advise, since_resumed
 from areal_megatron.observe.console import number, percent
 from areal_megatron.observe.metrics import read_metrics, read_status
@@ -53,14 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _show(run: Run, named: Path, every: bool) -> int:
-    record = read_record(run)
-    if record is None:
-        what = "is no run folder"
-        if run.config.exists():
-            what = "has not been started by a launcher"
-        if run.processes.exists():
-            what = f"has a {run.processes.name} of another release, or a damaged one"
-        raise ConfigError(f"{named} {what}; give a folder such as runs/tiny")
+    record = last_record(run, named)
     state = state_of(run, record)
     terminal = Terminal()
     for line in headlines(run, record, state, time.time()):

@@ -17,6 +17,7 @@ import numpy as np
 
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.data.trajectory import decoder
+from areal_megatron.errors import first_line, printable
 
 SUPERVISED = "examples.msgpack"
 """The file of a checkpoint that holds the Drawing of a supervised run."""
@@ -129,7 +130,11 @@ def read(path: Path, kind: type[Kind]) -> Kind:
     try:
         return decoder(kind).decode(path.read_bytes())
     except (OSError, ValueError, RecursionError) as e:
-        raise ConfigError(f"{path}: no readable state of a run: {e}") from None
+        problem = e.strerror if isinstance(e, OSError) else printable(first_line(e))
+        raise ConfigError(
+            f"{path}: no readable state of a run: {problem}; take another checkpoint with resume=FOLDER, or the "
+            "release that wrote this one"
+        ) from None
 
 
 def goes_on(

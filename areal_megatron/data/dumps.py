@@ -18,6 +18,7 @@ import msgspec
 
 from areal_megatron.config import ConfigError
 from areal_megatron.data.trajectory import Trajectory, decoder, store
+from areal_megatron.errors import first_line, printable
 
 Content = TypeVar("Content")
 _NAME = re.compile(r"batch-(\d+)\.msgpack")
@@ -67,7 +68,7 @@ def read(path: Path, decode: Callable[[bytes], Content] = _decode) -> Content:
     except OSError as e:
         raise ConfigError(f"{path}: cannot be read: {e.strerror}") from None
     except (ValueError, RecursionError) as e:
-        raise ConfigError(f"{path}: no dump of a batch: {e}") from None
+        raise ConfigError(f"{path}: no dump of a batch: {printable(first_line(e))}; put a copy of it back") from None
 
 
 def check_tokens(dump: Dump, path: Path, vocabulary: float) -> None:

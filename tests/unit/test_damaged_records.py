@@ -1,19 +1,28 @@
 """Whatever the records of a run hold, the tools that read them say so in one line, and never with a traceback."""
 
 import json
+import shutil
 import sys
+import zlib
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from copy import deepcopy
+from functools import cache
+from itertools import count
+from pathlib import Path
 
+import msgspec
 import pytest
 
-from areal_megatron import audit, trajectories
-from areal_megatron.checkpoint import folder as checkpoint_folder
+from areal_megatron import audit, config_file, trajectories
 from areal_megatron.config import ConfigError
+from areal_megatron.controller import state
 from areal_megatron.data.dumps import Dump, write
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.files import read_replaced
-from areal_megatron.launch import engines, lease, records, status
+from areal_megatron.launch import engines, lease, records, start, status
 from areal_megatron.launch.page import report
+from areal_megatron.launch.page.browser import Browser
 from areal_megatron.launch.page.watched import Watched
 from areal_megatron.launch.pools import Node, Placement, Process, Slot
 from areal_megatron.launch.processes import Log
@@ -27,13 +36,29 @@ from tests.unit.test_audit import Past
 from tests.unit.test_report import evaluation
 from tests.unit.test_trajectories import answer, model  # noqa: F401 - a fixture
 
-RECORDS = (
-    "metrics.jsonl",
-    "status.json",
-    "processes.json",
-    "ledger/trainer-0.00001.jsonl",
+SEAL, STATE = "checkpoints/version-000003/complete.json", "checkpoints/version-000003/controller.msgpack"
+READERS = {
+    "metrics.jsonl": ("status", "page", "report"),
+    "status.json": ("status", "page", "report"),
+    "processes.json": ("status", "page", "engines"),
+    "incarnations/00000.json": ("status", "audit", "page", "report", "resume"),
+    "incarnations/00001.json": ("status", "audit", "page", "report", "resume"),
+    "leases/00001.json": ("status", "page", "resume"),
+    "ledger/trainer-0.00001.jsonl": ("audit",),
+    "timeline/trainer-0.jsonl": ("spans", "report"),
+    SEAL: ("status", "audit", "resume"),
+    STATE: ("audit", "resume"),
+    "trajectories/batch-000000.msgpack": ("trajectories", "answers"),
+    "config.yaml": ("status", "audit", "page", "report", "trajectories", "engines"),
+}
+"""Record of a run → the tools that read it."""
+CURES = (
+    "put a copy of it back",
+    "remove it if",
+    "a launcher that lives writes another",
+    "take another checkpoint",
 )
-BINARY = ("trajectories/batch-000000.msgpack", "config.yaml")
+"""What is said to do; a config says what it must be."""
 VALUES = (None, "text", "", [], {}, -1, 10**400, 1e308, True, [[1]], {"a": {"b": []}})
 CONTENTS = (
     b"",
@@ -50,17 +75,19 @@ CONTENTS = (
 )
 
 
-@pytest.fixture
-def run(tmp_path, model):  # noqa: F811
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, model):  # noqa: F811
     """A run that was resumed once, with every kind of record."""
-    past = Past(tmp_path)
+    past = Past(tmp_path_factory.mktemp("past"))
     run, tokenizer = past.run, Tokenizer(model)
-    past.config.model.path = str(model)
+    past.config.model.path, past.config.resume = str(model), "auto"
+    config_file.save(past.config, run.config)
     past.train(3)
     saved = past.save()
     past.train(1)
-    past.begin(saved)
-    past.train(1)
+    with lease.Lease(run, 30):
+        past.begin(saved)
+        past.train(1)
     metrics = MetricsWriter(run)
     metrics.write("eval", 0, evaluation(0, math=(0.1, 0.08, 0.12), code=(0.2, 0.1, 0.3)))
     metrics.write("start", 1, {"engines_s": 1.0, "trainers_s": 1.0, "first_batch_s": 2.0, "over_slowest_pool": 2.0})
@@ -79,10 +106,19 @@ def run(tmp_path, model):  # noqa: F811
     process = Log("engine-0", run.log("engine-0"))
     process.exit_code = 0
     Recorder(run, Placement((Node("b", (0,)),), (place,))).write({"engine-0": process}, 1, "stopped")
-    (run.leases / "00001.json").write_text(
-        '{"launcher": "process 1 on a", "since": "", "machine": "", "process": [1, 1]}'
-    )
     return run
+
+
+@pytest.fixture(autouse=True)
+def without_waits(monkeypatch):
+    """Nothing that is damaged here is about to be replaced, no disk loses its power, and a config is read once."""
+    load = cache(config_file.load)
+    monkeypatch.setattr(config_file, "load", lambda path: deepcopy(load(path)))
+    monkeypatch.setattr("os.fsync", lambda descriptor: None)
+    monkeypatch.setattr(records, "_WATCH_S", 0.0)
+    monkeypatch.setattr(lease, "_LOOK_S", 0.001)
+    for patient in (read_replaced, read_status):
+        monkeypatch.setattr(patient, "__defaults__", (0.0,))
 
 
 def page(run: Run) -> int:
@@ -92,22 +128,51 @@ def page(run: Run) -> int:
     return 0
 
 
+def answers(run: Run) -> int:
+    """What the page shows of trajectories."""
+    Browser(run).page(config_file.load(run.config), None, 0, "")
+    return 0
+
+
 def spans(run: Run) -> int:
     """What the report makes of timelines."""
     merge(run)
     return 0
 
 
-def resumed(run: Run) -> int:
-    """What a launcher looks at before it resumes a run."""
+copies = count()
+
+
+def resume(run: Run) -> int:
+    """Begins a copy of the run again, as a launcher and its controller do."""
+    copy = run.folder.with_name(f"copy-{next(copies)}")
+    shutil.copytree(run.folder, copy)
+    before = {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()}
+    config = config_file.load(run.config)
+    config.name, config.machine.lease_s = copy.name, 0.002
     try:
-        for path in run.leases.glob("*.json"):
-            lease.read(path)
-        checkpoint_folder.resumable(run)
-    except ConfigError as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 2
+        with start.lease(config) as held:
+            checkpoint = start.newest(held.run)
+            start.begin(held.run, checkpoint)
+            state.read(checkpoint.controller)
+    finally:
+        kept = [path for path in before if path.parent.name not in ("endpoints", copy.name)]
+        assert all(path.read_bytes() == before[path] for path in kept), "a record is lost"
+        shutil.rmtree(copy)
     return 0
+
+
+def told(tool: Callable[[Run], int]) -> Callable[[Run], int]:
+    """The tool, with one line for an error as in its program."""
+
+    def run_it(run: Run) -> int:
+        try:
+            return tool(run)
+        except ConfigError as e:
+            print(f"error: {e}", file=sys.stderr)
+            return 2
+
+    return run_it
 
 
 def of_command_line(main: Callable[[], int], *words: str) -> int:
@@ -119,49 +184,43 @@ TOOLS: dict[str, Callable[[Run], int]] = {
     "status": lambda run: status.main([str(run.folder)]),
     "audit": lambda run: of_command_line(audit.main, str(run.folder)),
     "page": page,
+    "answers": told(answers),
     "spans": spans,
     "engines": lambda run: engines.main(["drain", str(run.folder), "engine-0"]),
-    "resume": resumed,
+    "resume": told(resume),
     "report": lambda run: of_command_line(report.main, str(run.folder)),
     "trajectories": lambda run: trajectories.main([str(run.folder)]),
 }
-READS = {
-    "metrics.jsonl": ("status", "page", "report"),
-    "status.json": ("status", "page", "report"),
-    "processes.json": ("status", "page", "engines"),
-    "incarnations": ("status", "audit", "resume", "page", "report"),
-    "leases": ("status", "resume"),
-    "ledger": ("audit",),
-    "timeline": ("spans", "report"),
-    "checkpoints": ("status", "audit", "resume"),
-    "trajectories": ("trajectories", "page"),
-    "config.yaml": ("status", "audit", "page", "report", "trajectories", "engines"),
-}
-"""Which tools read a record."""
 
 
-def damages(content: bytes) -> Iterator[bytes]:
+def damages(path: Path) -> Iterator[bytes]:
     """The content with each field of each of its lines missing or of another type, and other contents altogether."""
+    content = path.read_bytes()
     yield from CONTENTS
+    if path.suffix == ".yaml":
+        return
     yield content[: len(content) // 2]
-    lines = content.splitlines(keepends=True)
+    packed = path.suffix == ".msgpack"
+    decode, encode = (msgspec.msgpack.decode, msgspec.msgpack.encode) if packed else (json.loads, as_line)
+    lines = [content] if packed else content.splitlines(keepends=True)
     for number, line in enumerate(lines):
         before, after = b"".join(lines[:number]), b"".join(lines[number + 1 :])
         for other in (b"\0" * 99 + b"\n", b"\xff\n", b"[1]\n", b"[" * 9_999 + b"\n"):
             yield before + other + after
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        for changed in changes(record):
-            yield before + json.dumps(changed).encode() + b"\n" + after
+        for changed in changes(decode(line)):
+            with suppress(OverflowError):  # msgpack has no such number
+                yield before + encode(changed) + after
+
+
+def as_line(value: object) -> bytes:
+    return json.dumps(value).encode() + b"\n"
 
 
 def changes(record: object) -> Iterator[object]:
-    """The record with one field missing, added, or of another value, at any depth; few of many like fields."""
+    """The record with one field missing, added, or of another value, at any depth; the first of a list for all."""
     if isinstance(record, dict):
         yield record | {"colour": "blue"}
-        for key in list(record)[:6]:
+        for key in record:
             yield {other: value for other, value in record.items() if other != key}
             yield from (record | {key: value} for value in VALUES)
             yield from (record | {key: value} for value in changes(record[key]))
@@ -170,27 +229,75 @@ def changes(record: object) -> Iterator[object]:
         yield from ([value, *record[1:]] for value in changes(record[0]))
 
 
-@pytest.mark.parametrize("name", [*RECORDS, *BINARY])
-def test_a_damaged_record_is_said_in_one_line(run, name, capsys, monkeypatch):
-    monkeypatch.setattr(records, "_WATCH_S", 0.0)
-    monkeypatch.setattr("areal_megatron.files._AGAIN_S", 0.0)
-    monkeypatch.setattr(read_replaced, "__defaults__", (0.0,))
-    monkeypatch.setattr(read_status, "__defaults__", (0.0,))
+def seal(state: Path) -> None:
+    """Has complete.json say what the controller's state is now, as one of another release would."""
+    path = state.with_name("complete.json")
+    sealed = json.loads(path.read_bytes())
+    sealed["files"][state.name] = [state.stat().st_size, zlib.crc32(state.read_bytes())]
+    path.write_text(json.dumps(sealed))
+
+
+def check(run: Run, tool: str, name: str, damaged: bytes, capsys: pytest.CaptureFixture) -> str:
+    """Has a tool read a damaged record. Returns what it says."""
+    shown = f"{tool} {name}: {damaged[:300]}"
+    try:
+        code = TOOLS[tool](run)
+    except Exception as e:
+        raise AssertionError(f"{shown}: {type(e).__name__}: {e}") from e
+    said = capsys.readouterr().err
+    assert code in (0, 1, 2) and "Traceback" not in said, f"{shown}: {said[:500]}"
+    if code == 2 and "is not running" not in said:
+        assert said.count("\n") == 1 and Path(name).name in said, f"{shown}: {said}"
+        assert name == "config.yaml" or any(cure in said for cure in CURES), f"{shown}: {said}"
+    assert (run.folder / name).read_bytes() == damaged, f"{shown}: it is lost"
+    return said
+
+
+def check_all(run: Run, name: str, tried: Iterator[bytes], capsys: pytest.CaptureFixture) -> None:
+    """Has every reader of a record read it damaged."""
     path = run.folder / name
-    whole = path.read_bytes()
-    tools = next(tools for place, tools in READS.items() if name.startswith(place))
-    found = list(damages(whole) if name not in BINARY else CONTENTS)
-    for tried, damaged in enumerate(found[:: len(found) // 40 or 1]):
-        path.write_bytes(damaged)
-        for tool in tools if tried % 20 == 0 else tools[:1]:
-            shown = f"{tool} {name}: {damaged[:300]}"
-            try:
-                code = TOOLS[tool](run)
-            except Exception as e:
-                raise AssertionError(f"{shown}: {type(e).__name__}: {e}") from e
-            said = capsys.readouterr().err
-            assert code in (0, 1, 2), shown
-            assert "Traceback" not in said and (code != 2 or said.count("\n") == 1), f"{shown}: {said[:500]}"
-    path.unlink()
-    for tool in tools:
-        assert TOOLS[tool](run) in (0, 1, 2)
+    whole, sealed = path.read_bytes(), (run.folder / SEAL).read_bytes()
+    try:
+        for damaged in tried:
+            path.write_bytes(damaged)
+            for tool in READERS[name]:
+                check(run, tool, name, damaged, capsys)
+            if name == STATE:
+                seal(path)
+                for tool in READERS[name]:
+                    check(run, tool, name, damaged, capsys)
+                (run.folder / SEAL).write_bytes(sealed)
+        path.unlink()
+        for tool in READERS[name]:
+            assert TOOLS[tool](run) in (0, 1, 2)
+    finally:
+        path.write_bytes(whole)
+        (run.folder / SEAL).write_bytes(sealed)
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_damaged_record_is_said_in_one_line(run, name, capsys):
+    """Each content, and of the changes every thirteenth: of those of a field there are twelve."""
+    found = list(damages(run.folder / name))
+    check_all(run, name, [*found[: len(CONTENTS)], *found[len(CONTENTS) :: 13]], capsys)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", READERS)
+def test_every_damage_of_a_record_is_said_in_one_line(run, name, capsys):
+    check_all(run, name, damages(run.folder / name), capsys)
+
+
+def test_what_is_said_of_a_damaged_incarnation_brings_its_work_back(run, tmp_path, capsys):
+    """Its record gone alone, the checkpoints that it wrote would not count."""
+    copy = Run(shutil.copytree(run.folder, tmp_path / "run"))
+    (copy.incarnations / "00000.json").write_bytes(b"")
+    assert f"rename {copy.incarnations}" in (check(copy, "status", "incarnations/00000.json", b"", capsys))
+    copy.incarnations.rename(tmp_path / "aside")
+    config = config_file.load(run.config)
+    config.name, config.runs_dir, config.machine.lease_s = "run", str(tmp_path), 0.002
+    with start.lease(config) as held:
+        checkpoint = start.newest(held.run)
+        start.begin(held.run, checkpoint)
+        assert checkpoint.version == 3 and held.run.incarnation == 2
