@@ -19,8 +19,10 @@ from areal_megatron.reward.numeral import words
 _MOST_BITS = 40_000
 """The most of numerator or denominator of a rational value."""
 _MOST_POINTS = 9
-_MORE_WHOLE_POINTS = 10
-"""For formulas that have values for whole numbers alone: so many that (-1)^n is not 1 at all of them."""
+_WHOLE = range(_MOST_POINTS, _MOST_POINTS + 10)
+"""More points for formulas that have values for whole numbers alone: so many that (-1)^n is not 1 at all of them."""
+_SIGNED = range(_WHOLE.stop, _WHOLE.stop + 10)
+"""More points of either sign for absolute values and roots, so that xy is negative at one of them."""
 _ENOUGH_POINTS = 2
 _LEAST_PRECISION = 500
 _MOST_PRECISION = 16_000
@@ -46,8 +48,9 @@ class Values:
         self.context = mpmath.MPContext()
         self.context.prec = _LEAST_PRECISION
         names = sorted({name for formula in formulas for name in names_of(formula)})
-        whole = any(part.value in ("factorial", "binom") for formula in formulas for part in formula.all())
-        points = range((_MOST_POINTS + whole * _MORE_WHOLE_POINTS) if names else 1)
+        kinds = {_kind(part) for formula in formulas for part in formula.all()}
+        points = [*range(_MOST_POINTS), *(_WHOLE if kinds & {"factorial", "binom"} else ())] if names else [0]
+        points += _SIGNED if names and kinds & {"abs", "root"} else ()
         self.points = [{name: _coordinate(name, at) for name in names} for at in points]
         self._bits = 0
         self._largest = self.context.mpf(0)
@@ -145,6 +148,8 @@ class Values:
             return self._bounded(node.value)
         if kind == "name":
             return self._named(str(node.value), point)
+        if kind == "power" and parts[1] == Formula("name", value="T"):
+            raise NoValue("a transpose")
         if kind == "root":
             return self._root(self._at(parts[0], point), self._at(parts[1], point))
         if kind == "call":
@@ -303,6 +308,14 @@ def names_of(node: Formula) -> set[str]:
     return {str(part.value) for part in node.all() if part.kind == "name"} - _CONSTANTS - _VALUELESS
 
 
+def _kind(node: Formula) -> str:
+    """Returns the name of a function, root for a power with a fraction, and else what kind of formula this is."""
+    exponent = node.parts[1] if node.kind == "power" else None
+    if exponent and (exponent.kind == "quotient" or (exponent.kind == "number" and exponent.value.denominator != 1)):
+        return "root"
+    return str(node.value) if node.kind == "call" else node.kind
+
+
 def _has_absolute(node: Formula) -> bool:
     return any(part.kind == "call" and part.value == "abs" for part in node.all())
 
@@ -316,7 +329,7 @@ def is_constant(node: Formula) -> bool:
 def _coordinate(name: str, at: int) -> Fraction:
     """Returns the value of a symbol at one of the points: fractions of either sign, and whole numbers."""
     drawn = int.from_bytes(hashlib.blake2b(f"{at} {name}".encode(), digest_size=8).digest())
-    if at in (2, 3) or at >= _MOST_POINTS:
+    if at in (2, 3) or at in _WHOLE:
         return Fraction(2 + drawn % 17)
     fraction = Fraction(1 + drawn % 999_983, 1_000_003)
     if at in (0, 4):

@@ -961,6 +961,12 @@ a=b=c=1 ~ a=1,b=1
 \mathbb{R}\setminus\{0,1\} ~ (-\infty,0)\cup(1,\infty)
 CO_2 ~ CO
 0/0 ~ 0
+\sqrt{n^2} ~ n
+\sqrt{p^2q^2} ~ pq
+(a^2)^{1/2} ~ a
+\ln|xy| ~ \ln(xy)
+\ln|n| ~ \ln n
+(AB)^T ~ A^TB^T
 \frac{(-1)^n}{n!} ~ \frac{1}{n!}
 (-1)^{n+k}\binom{n}{k} ~ \binom{n}{k}
 (-1)^{m+n}n!m! ~ n!m!
