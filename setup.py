@@ -4,6 +4,10 @@ import runpy
 
 from setuptools import find_packages, setup
 
+EXTRAS = runpy.run_path("areal_megatron/extras.py")["EXTRAS"]
+SERVING = ["prometheus-client", "starlette", "uvicorn", "uvloop"]
+"""What our part of vLLM's server imports beside vLLM, which requires them."""
+
 setup(
     name="areal_megatron",
     version="0.1.0",
@@ -15,9 +19,11 @@ setup(
     package_data={"areal_megatron.launch.page": ["page.html", "page.css", "page.js"]},
     install_requires=[
         "aiohttp",
-        "huggingface-hub>=2.4",
         "argcomplete",
         "cryptography",
+        "httpx2",
+        "huggingface-hub>=2.4",
+        "jinja2",
         "mpmath",
         "msgspec",
         "numpy",
@@ -25,22 +31,21 @@ setup(
         "packaging",
         "psutil",
         "pyarrow",
+        "pyyaml",
         "pyzmq",
         "rich",
-        "safetensors",
         "tensorboard",
+        "tokenizers",
         "transformers",
         "zstandard",
     ],
     extras_require={
-        **runpy.run_path("areal_megatron/extras.py")["EXTRAS"],  # cpu, gpu, te
+        **EXTRAS,
+        "cpu": EXTRAS["cpu"] + SERVING,
+        "gpu": EXTRAS["gpu"] + SERVING,
         "docs": ["furo==2025.12.19", "myst-parser==5.2.0", "sphinx==9.0.4"],  # `make docs`
         "bench": ["matplotlib"],  # pictures of tools/bench
         "mpi": ["mpi4py==4.1.2"],
-        "wandb": ["wandb"],
-        "mlflow": ["mlflow-skinny", "sqlalchemy", "alembic"],  # `mlflow ui`, its page, needs mlflow
-        "swanlab": ["swanlab"],
-        "trackio": ["trackio"],
     },
     entry_points={
         "console_scripts": ["areal = areal_megatron.command:main"],

@@ -30,7 +30,7 @@ import numpy as np
 from numpy import ndarray
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
-from areal_megatron import hub
+from areal_megatron import hub, versions
 from areal_megatron.checkpoint import torch_dist
 from areal_megatron.checkpoint.disk import BlockBuffers, BoxReader, CheckpointError
 from areal_megatron.checkpoint.hf_folder import (
@@ -270,6 +270,9 @@ def main(arguments: list[str] | None = None) -> int:
     except (CheckpointError, ConfigError) as e:
         # errors about config.json name the key of a run's config
         print(f"error: {str(e).removeprefix('model.path: ')}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as e:  # torch, which reading and writing distributed checkpoints needs
+        print(f"error: {versions.lacking(e)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 128 + signal.SIGINT

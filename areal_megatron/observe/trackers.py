@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from areal_megatron.config import ConfigError, TrackConfig
+from areal_megatron.extras import EXTRAS
 
 
 class Tracker(Protocol):
@@ -186,7 +187,7 @@ def check_trackers(track: TrackConfig) -> None:
     """Raises ConfigError if a tracker of the config is not installed or, online, has no key or no server."""
     for name in track.names:
         if importlib.util.find_spec(name) is None:
-            raise ConfigError(f"track.to: {name} is not installed: pip install 'areal_megatron[{name}]'")
+            raise ConfigError(f"track.to: {name} is not installed: pip install {' '.join(EXTRAS[name])}")
         if track.online and (missing := _missing(name)):
             raise ConfigError(
                 f"track.online: {name} has {missing}, or keep what it shows local with track.online=false"

@@ -6,12 +6,18 @@ import subprocess
 import sys
 import sysconfig
 import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from areal_megatron import config_file
+from areal_megatron.command import COMMANDS
 from areal_megatron.config import Config, DataConfig, ModelConfig
+from areal_megatron.launch.pools import Placement
+from areal_megatron.launch.records import Recorder
 from areal_megatron.run import Run
 
 ROOT = Path(__file__).parents[2]
@@ -31,28 +37,61 @@ def wheel(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def installed(wheel, tmp_path_factory):
-    """Calls the Python of a new environment in an empty folder; gives back what it printed, after exit code 0.
+def environment(wheel, tmp_path_factory):
+    """A new environment that has the wheel alone."""
+    folder = tmp_path_factory.mktemp("environment")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True, timeout=60)
+    pip(sys.executable, "--python", folder / "bin" / "python", "install", "--no-deps", "--no-index", wheel)
+    return folder
 
-    The environment has this one's packages, but not what its .pth files add: a checkout that was installed editable
-    cannot be imported.
-    """
-    environment, empty = tmp_path_factory.mktemp("environment"), tmp_path_factory.mktemp("empty")
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True, timeout=60)
-    python = environment / "bin" / "python"
-    pip(sys.executable, "--python", python, "install", "--no-deps", "--no-index", wheel)
-    [packages] = environment.glob("lib/python*/site-packages")
-    paths = sysconfig.get_paths()
-    (packages / "locked.pth").write_text(f"{paths['purelib']}\n{paths['platlib']}\n")
-    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
-    def call(*arguments: object) -> str:
-        command = [python, *map(str, arguments)]
+@pytest.fixture(scope="module")
+def installed(environment, tmp_path_factory):
+    """Calls a program of the environment, which also sees what the wheel declares and nothing else, not even torch."""
+    return caller(environment, declared(environment, tmp_path_factory.mktemp("declared")), tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def installed_with_all(environment, tmp_path_factory):
+    """The same with all packages of this environment, but not what its .pth files add, as an editable checkout."""
+    return caller(environment, sysconfig.get_path("purelib"), tmp_path_factory)
+
+
+def caller(environment, packages, tmp_path_factory):
+    """Returns what calls a program, by default its Python, in an empty folder and gives back what was printed."""
+    empty = tmp_path_factory.mktemp("empty")
+    variables = os.environ | {"PYTHONPATH": str(packages)}
+
+    def call(*arguments: object, code: int = 0, program: str = "python") -> str:
+        command = [environment / "bin" / program, *map(str, arguments)]
         done = subprocess.run(command, cwd=empty, env=variables, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        assert done.returncode == code, done.stderr
+        assert "Traceback" not in done.stderr
+        return done.stdout or done.stderr
 
     return call
+
+
+def declared(environment, folder):
+    """Fills the folder with links to what the metadata of the installed wheel requires, and that in turn."""
+    [packages] = environment.glob("lib/python*/site-packages")
+    [ours] = metadata.distributions(name="areal_megatron", path=[str(packages)])
+    todo, seen = [(requirement, set()) for requirement in ours.requires], {}
+    while todo:
+        text, extras = todo.pop()
+        requirement = Requirement(text)
+        marker, name = requirement.marker, canonicalize_name(requirement.name)
+        if marker and not any(marker.evaluate({"extra": extra}) for extra in extras or {""}):
+            continue
+        if name in seen and requirement.extras <= seen[name]:
+            continue
+        seen[name] = seen.get(name, set()) | requirement.extras
+        found = metadata.distribution(name)
+        for top in {file.parts[0] for file in found.files} - {"..", "__pycache__"}:
+            if not (folder / top).exists():
+                (folder / top).symlink_to(found.locate_file(top))
+        todo += [(required, seen[name]) for required in found.requires or ()]
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -64,12 +103,14 @@ def run(world, tmp_path_factory):
     model, data = ModelConfig(path=str(world / "model")), DataConfig(train=str(world / "train.jsonl"))
     config_file.save(Config(name="run", runs_dir=str(folder), updates=2, model=model, data=data), begun.config)
     begun.begin()
+    Recorder(begun, Placement((), ())).write({}, restarts_left=0)
     return begun
 
 
 def pip(python, *arguments) -> None:
     command = [python, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 
 
@@ -91,37 +132,70 @@ def test_it_is_the_installed_package_that_runs(installed):
         assert installed("-c", f"import importlib.util; print(importlib.util.find_spec('{folder}'))") == "None\n"
 
 
-def test_launchers_plan_a_run(installed, world):
-    config = ROOT / "configs" / "tiny_cpu.yaml"
-    keys = [f"model.path={world / 'model'}", f"data.train={world / 'train.jsonl'}", f"data.eval={world}/heldout.jsonl"]
-    assert "engine-0" in installed("-m", "areal_megatron.launch.local", config, *keys, "--dry-run")
-    assert "trainer-0" in installed("-m", "areal_megatron.launch.plan", config, *keys, "--nodes", 1, "--gpus", 2)
+def arguments(world):
+    data = [f"data.train={world / 'train.jsonl'}", f"data.eval={world}/heldout.jsonl"]
+    return [ROOT / "configs" / "tiny_cpu.yaml", f"model.path={world / 'model'}", *data]
 
 
-def test_one_command_has_all_programs(installed, run, world):
-    """`areal`, as pip installs it, from a folder without a checkout."""
-    areal = Path(installed("-c", "import sys; print(sys.prefix)").strip()) / "bin" / "areal"
-    assert "\n  evaluate " in installed(areal, "--help")
-    assert installed(areal, "--version").startswith("areal_megatron 0.")
-    assert installed(areal, "status", "--help").startswith("usage: areal status ")
-    assert installed(areal, "audit", run.folder).startswith("0 faults")
-    keys = [f"model.path={world / 'model'}", f"data.train={world / 'train.jsonl'}", f"data.eval={world}/heldout.jsonl"]
-    arguments = [ROOT / "configs" / "tiny_cpu.yaml", *keys, "--nodes", 1, "--gpus", 2, "--dry-run"]
-    written = installed(areal, "submit", *arguments)
-    assert f"\nexec {areal.parent / 'python'} -m areal_megatron.launch.slurm " in written
+def test_what_is_not_declared_is_not_seen(installed):
+    code = "import importlib.util as u; print([n for n in ('torch', 'vllm', 'megatron', 'wandb') if u.find_spec(n)])"
+    assert installed("-c", code) == "[]\n"
 
 
-def test_tools_of_runs_work(installed, run, world, tmp_path):
-    assert installed("-m", "areal_megatron.audit", run.folder).startswith("0 faults")
-    installed("-m", "areal_megatron.launch.page.report", run.folder, "--out", tmp_path / "report.html")
+def test_every_command_says_how_it_is_called(installed):
+    code = """
+from areal_megatron.command import COMMANDS, parser_of
+for name, command in COMMANDS.items():
+    print(name, parser_of(command.module).format_usage().split()[0])
+"""
+    assert installed("-c", code).splitlines() == [f"{name} usage:" for name in COMMANDS]
+    assert "\n  evaluate " in installed("--help", program="areal")
+    assert installed("--version", program="areal").startswith("areal_megatron 0.")
+    assert installed("status", "--help", program="areal").startswith("usage: areal status ")
+
+
+def test_a_run_is_planned(installed, world):
+    def areal(*words):
+        return installed(*words, program="areal")
+
+    assert "engine-0" in areal("train", *arguments(world), "--dry-run")
+    assert "trainer-0" in areal("plan", *arguments(world), "--nodes", 1, "--gpus", 2)
+    assert "47" in areal("rows", *arguments(world), "--rows", 1000)
+    written = areal("submit", *arguments(world), "--nodes", 1, "--gpus", 2, "--dry-run")
+    python = Path(installed("-c", "import sys; print(sys.prefix)").strip()) / "bin" / "python"
+    assert f"\nexec {python} -m areal_megatron.launch.slurm " in written
+
+
+def test_what_only_some_need_is_named_where_it_is_missing(installed, world):
+    """Without a traceback: what trains and generates, and trackers."""
+    said = installed("train", *arguments(world), "name=x", code=2, program="areal")
+    assert said.startswith("error: pool ") and "pip install torch==2.13.0 megatron-core==" in said
+    said = installed("train", *arguments(world), "name=x", "track.to=mlflow", "--dry-run", code=2, program="areal")
+    assert said.endswith(": pip install mlflow-skinny sqlalchemy alembic\n")
+    for words in (
+        ["evaluate", world / "model", world / "heldout.jsonl"],
+        ["convert", "from-hf", world / "model", "out"],
+    ):
+        said = installed(*words, code=2, program="areal")
+        assert said.startswith("error: ") and said.count("\n") == 1
+
+
+def test_a_run_is_looked_at(installed, run, tmp_path):
+    def areal(*words):
+        return installed(*words, program="areal")
+
+    assert areal("status", run.folder)
+    assert areal("audit", run.folder).startswith("0 faults")
+    areal("report", run.folder, "--out", tmp_path / "report.html")
     assert "<style>" in (tmp_path / "report.html").read_text()
-    installed("-m", "areal_megatron.convert", "from-hf", world / "model", tmp_path / "checkpoint")
-    installed("-m", "areal_megatron.convert", "to-hf", tmp_path / "checkpoint", tmp_path / "hf", "--verify")
+    loads = "import sys; from areal_megatron.launch import status; print('tensorboard' in sys.modules)"
+    assert installed("-c", loads) == "False\n"
+
+
+def test_checkpoints_are_converted(installed_with_all, world, tmp_path):
+    def convert(*words):
+        return installed_with_all("-m", "areal_megatron.convert", *words)
+
+    convert("from-hf", world / "model", tmp_path / "checkpoint")
+    convert("to-hf", tmp_path / "checkpoint", tmp_path / "hf", "--verify")
     assert (tmp_path / "hf" / "model.safetensors").exists()
-
-
-@pytest.mark.parametrize(
-    "program", ["areal_megatron.evaluate", "areal_megatron.trajectories", "areal_megatron.launch.status"]
-)
-def test_programs_say_how_they_are_called(installed, program):
-    assert "usage:" in installed("-m", program, "--help")

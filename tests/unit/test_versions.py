@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from packaging.version import Version
 from setuptools import distutils
 
@@ -16,6 +17,7 @@ from areal_megatron.config import Config, ConfigError, DataConfig, ModelConfig
 from areal_megatron.extras import EXTRAS
 from areal_megatron.launch import start
 from areal_megatron.run import Run
+from tests.unit.test_rooms import EVERY_IMPORT, MODULES
 
 ROOT = Path(__file__).resolve().parents[2]
 ON_GPU_NODE = {"python_version": "3.12", "python_full_version": "3.12.3", "platform_machine": "x86_64", "extra": ""}
@@ -80,12 +82,34 @@ def test_extras_and_lock_file_agree(extra, monkeypatch):
     monkeypatch.chdir(ROOT)
     setup = distutils.core.run_setup("setup.py", stop_after="init")
     held = locked(f"requirements-{extra}.lock")
-    for requirement in map(Requirement, setup.extras_require[extra]):
+    for requirement in map(Requirement, EXTRAS[extra]):
         [pin] = requirement.specifier
         assert pin.operator == "=="
         assert Version(held[requirement.name]).public == pin.version
-    for requirement in map(Requirement, [*setup.install_requires, *setup.extras_require["mpi"]]):
+    for requirement in map(
+        Requirement, [*setup.install_requires, *setup.extras_require[extra], *setup.extras_require["mpi"]]
+    ):
         assert requirement.specifier.contains(held[requirement.name]), requirement
+
+
+def test_what_is_imported_is_declared_and_nothing_else_is_required(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    setup = distutils.core.run_setup("setup.py", stop_after="init")
+    required = {canonicalize_name(Requirement(text).name) for text in setup.install_requires}
+    optional = {canonicalize_name(Requirement(text).name) for texts in setup.extras_require.values() for text in texts}
+    distributions = metadata.packages_distributions() | {"vllm": ["vllm"], "mpi4py": ["mpi4py"]}
+    imported = {name.partition(".")[0] for names in EVERY_IMPORT.values() for name in names}
+    imported -= {"areal_megatron", "__future__", *sys.stdlib_module_names}
+    ours = {name: {canonicalize_name(found) for found in distributions[name]} for name in imported}
+    assert {name for name, found in ours.items() if not found & (required | optional)} == set()
+    assert required - set().union(*ours.values()) == set()
+
+
+def test_what_users_are_told_to_install_can_be_had():
+    """Nothing here is called areal_megatron on a package index."""
+    files = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *MODULES.values(), *(ROOT / "tools").rglob("*.py")]
+    told = re.compile(r"pip install (?:-\S+ )*[\'\"]?areal[-_]megatron")
+    assert [path for path in files if told.search(path.read_text())] == []
 
 
 def test_vllm_and_megatron_have_what_they_declare_in_the_gpu_lock_file():

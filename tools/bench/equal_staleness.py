@@ -1,7 +1,7 @@
 """The controller of a run in which every answer is trained exactly η versions after its admission, at the beginning as
 many as there are: trainers and engines take turns. For tools/bench/staleness.py; called in Python's place:
 
-    python -m launch.local CONFIG --python 'controller=python tools/bench/equal_staleness.py' …
+    areal train CONFIG --python 'controller=python tools/bench/equal_staleness.py' …
 """
 
 from __future__ import annotations
