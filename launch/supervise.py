@@ -128,7 +128,8 @@ class _Watch:
                 was_away = self._wait_for_folder()  # what it says of the run decides
                 name, alone = whole(failed.name), self._is_dispensable(failed.name)
                 if alone and was_away:  # which may be all that the engine failed of
-                    self.console.note(f"{Failure.of(failed, self._ended.get(name, '')).text}\nstarting it again")
+                    text = Failure.of(failed, self._ended.get(name, "")).text
+                    print(f"{text}\nstarting it again, with the run folder there", file=sys.stderr, flush=True)
                     self._end_parts(name)
                     self._start(name)
                     continue
