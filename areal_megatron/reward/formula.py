@@ -193,7 +193,8 @@ class _Reader:
             elif self._begins_factor():
                 if divided:
                     raise NotRead("whether the last factor is divided by or multiplied with")
-                if self.next.kind == "number":
+                before, behind = self.tokens[self.at - 1].kind, self.tokens[self.at + 1].kind
+                if self.next.kind == "number" and not (before in (")", "name") and behind == "^"):  # n2^n
                     raise NotRead("a number behind a value")
                 found.append(self.power())
             else:

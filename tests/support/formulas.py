@@ -225,6 +225,7 @@ x_1=x_2=\cdots=x_n=1 ~ x_1=x_2=\dots=x_n=1
 \text{Area} = 5 ~ 5 ~ \text{Area}=5 ~ \overline{AB}=5
 AB=5 ~ 5 ~ BA=5 ~ x=5
 10 \text{ a.m.} ~ 10 ~ 10\text{ am} ~ 10 \text{ A.M.}
+2^n(n+1) ~ (n+1)2^n ~ n2^n+2^n
 x = -\frac{\pi}{6} + 2n\pi ~ x=-\frac\pi6+2\pi n,\ n\in\mathbb{Z} ~ -\frac{\pi}{6}+2k\pi\ (k\in\mathbb{Z}) ~ x=2n\pi-\frac{\pi}{6}, \text{ where } n \text{ is any integer}
 \left\{x \mid x = \frac{\pi}{3}+k\pi, k\in\mathbf{Z}\right\} ~ x=\frac{\pi}{3}+k\pi, k\in\mathbb{Z} ~ x=\frac{\pi}{3}+k\pi ~ \frac{\pi}{3}+n\pi,n\in\mathbb{Z}
 m\equiv 2,3 \pmod 5 ~ m\equiv 3\text{ or }2\pmod5 ~ m\equiv\pm2\pmod 5 ~ m\equiv2\pmod5\text{ or }m\equiv3\pmod5
@@ -961,6 +962,8 @@ a=b=c=1 ~ a=1,b=1
 \mathbb{R}\setminus\{0,1\} ~ (-\infty,0)\cup(1,\infty)
 CO_2 ~ CO
 0/0 ~ 0
+n2^n ~ 2n^2
+(n+1)2^n ~ (n+1)^n2
 \sqrt{n^2} ~ n
 \sqrt{p^2q^2} ~ pq
 (a^2)^{1/2} ~ a
