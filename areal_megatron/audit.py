@@ -9,7 +9,6 @@ has been done again. Exit code 0: clean, 1: faults, a line each, 2: no such run.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import sys
 from collections import Counter
@@ -21,9 +20,9 @@ import msgspec
 from msgspec import Meta
 
 from areal_megatron import config_file
+from areal_megatron.arguments import Parser
 from areal_megatron.checkpoint import folder as checkpoint_folder
 from areal_megatron.checkpoint.folder import SavedCheckpoint
-from areal_megatron.command import program
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.controller import state
 from areal_megatron.controller.schedule import FILTERED, TRAINED
@@ -60,7 +59,7 @@ class Batch:
 
 def audit(run: Run) -> list[str]:
     """Returns the faults of the run, a line each. Raises ConfigError if there is no such run."""
-    config = config_file.load(run.config)
+    config = config_file.load_run(run.folder)
     batches, faults = surviving(run, config)
     faults += check_versions(run.starts(), batches)
     faults += check_trajectories(batches)
@@ -281,7 +280,7 @@ def _name(prompt: Prompt) -> str:
 
 def main() -> int:
     guard()
-    parser = argparse.ArgumentParser(prog=program("areal_megatron.audit"), description=__doc__.split("\n")[0])
+    parser = Parser("areal_megatron.audit", __doc__)
     parser.add_argument("run", type=Path, help="run folder")
     run = Run(parser.parse_args().run)
     try:

@@ -730,6 +730,8 @@ def _is_allowed(f: Field, value: Any) -> bool:
 
 def _hint(f: Field, value: Any) -> str:
     near = difflib.get_close_matches(str(value), f.metadata.get("choices", ()), 1)
+    if f.name == "mode" and value in PUBLISHED:
+        near = [f"rl with ppo.algorithm={value}"]
     return f", did you mean {near[0]!r}?" if near else ""
 
 

@@ -27,11 +27,14 @@ from areal_megatron.config import (
     describe,
 )
 from areal_megatron.errors import first_line
-from areal_megatron.files import write_atomically
+from areal_megatron.files import names_like, write_atomically
+from areal_megatron.other_names import NONE_HERE, OTHER_NAMES, REMARKS, find
 
 _EVERY = Config(environments=[EnvironmentConfig()])
 _FIELDS = {key: f for key, f, value in config_fields(_EVERY) if not isinstance(value, list) and not is_dataclass(value)}
 """The key of an environment is here once, as `environments.0.KEY`."""
+_KEYS = "areal_megatron/config.py"
+"""Where all keys are told."""
 _LIST = "environments"
 """The only key with a list, of sections."""
 _SECTIONS = {key for key, *_ in config_fields(_EVERY)} - _FIELDS.keys()
@@ -78,6 +81,16 @@ def load(path: str | Path, overrides: list[str] = ()) -> Config:
     return config
 
 
+def load_run(folder: Path) -> Config:
+    """Returns the config of a run. Raises ConfigError also if the folder is none of a run, with the nearest that is."""
+    path = folder / "config.yaml"
+    if not path.exists():
+        near = [run for run in names_like(folder) if (run / "config.yaml").exists()]
+        hint = f"did you mean {near[0]}?" if near else "give one such as runs/tiny"
+        raise ConfigError(f"{folder} is no run folder, {hint}")
+    return load(path)
+
+
 def options(given: list[str]) -> dict[str, Any]:
     """Returns options that are passed through, each given as `name=value`, unchecked. Raises ConfigError if one is not
     given so."""
@@ -113,7 +126,8 @@ def _read_file(path: Path) -> list[Entry]:
     try:
         tree = yaml.compose(path.read_text(encoding="utf-8"), yaml.SafeLoader)
     except OSError as e:
-        raise ConfigError(f"{path}: cannot read the config: {e.strerror}") from None
+        near = f", did you mean {names_like(path)[0]}?" if names_like(path) else ""
+        raise ConfigError(f"{path}: cannot read the config: {e.strerror}{near}") from None
     except UnicodeDecodeError as e:
         raise ConfigError(f"{path}: not YAML in UTF-8: {e.reason}") from None
     except RecursionError:
@@ -204,8 +218,23 @@ def _check_known(key: str, where: str) -> None:
     if key in _SECTIONS:
         first = next(known for known in _FIELDS if known.startswith(f"{key}."))
         raise ConfigError(f"{where}: {key} is a section: give its keys one by one, such as {first}")
-    same_leaf = [known for known in _FIELDS if known.split(".")[-1] == key.split(".")[-1]]
-    near = difflib.get_close_matches(key, [*_FIELDS, *_SECTIONS], 1)
-    found = (same_leaf or near or [None])[0]
+    if sentence := find(key, NONE_HERE):
+        raise ConfigError(f"{where}: unknown key {key!r}: {sentence}")
+    found = nearest(key)
     known = f", which is {describe(_FIELDS[found])}" if found in _FIELDS else ""
-    raise ConfigError(f"{where}: unknown key {key!r}" + (f", did you mean {found!r}{known}?" if found else ""))
+    remark = f"; {REMARKS[found]}" if found in REMARKS and key.split(".")[-1] != found.split(".")[-1] else ""
+    hint = f"did you mean {found!r}{known}?{remark}" if found else f"see {_KEYS}"
+    raise ConfigError(f"{where}: unknown key {key!r}, {hint}")
+
+
+def is_key(key: str) -> bool:
+    """Whether there is such a key."""
+    return _any_entry(key) in _FIELDS
+
+
+def nearest(key: str) -> str:
+    """Returns the key that is probably meant by one that there is not, "" if none is like it."""
+    same_leaf = [known for known in _FIELDS if known.split(".")[-1] == key.split(".")[-1]]
+    sections = () if "." in key else _SECTIONS
+    near = difflib.get_close_matches(key, [*_FIELDS, *sections], 1)
+    return find(key, OTHER_NAMES) or (same_leaf or near or [""])[0]

@@ -31,6 +31,7 @@ from numpy import ndarray
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
 from areal_megatron import hub, versions
+from areal_megatron.arguments import Parser
 from areal_megatron.checkpoint import torch_dist
 from areal_megatron.checkpoint.disk import BlockBuffers, BoxReader, CheckpointError
 from areal_megatron.checkpoint.hf_folder import (
@@ -44,7 +45,6 @@ from areal_megatron.checkpoint.hf_folder import (
     write_weights,
 )
 from areal_megatron.checkpoint.torch_dist import DistCheckpoint
-from areal_megatron.command import program
 from areal_megatron.config import ConfigError
 from areal_megatron.files import whole_folder
 from areal_megatron.models.architecture import architecture, read_config
@@ -281,7 +281,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog=program("areal_megatron.convert"), description=__doc__.split("\n")[0])
+    parser = Parser("areal_megatron.convert", __doc__)
     directions = parser.add_subparsers(dest="direction", required=True)
     to = directions.add_parser("to-hf", help="write a Hugging Face folder")
     to.add_argument("checkpoint", type=Path, help="checkpoint folder or export of a run, or a torch_dist folder")

@@ -29,7 +29,7 @@ from typing import Any
 import msgspec
 
 from areal_megatron import config_file, descriptors, hub
-from areal_megatron.command import program
+from areal_megatron.arguments import Parser
 from areal_megatron.config import (
     Config,
     ConfigError,
@@ -55,7 +55,7 @@ from areal_megatron.launch.option_check import check_for_device, check_options
 from areal_megatron.launch.orders import start_order
 from areal_megatron.launch.pools import Process, Slot
 from areal_megatron.launch.processes import Child
-from areal_megatron.model_check import check_model
+from areal_megatron.model_check import check_model, longest_of
 from areal_megatron.models.architecture import read_config
 from areal_megatron.models.dtypes import ITEMSIZE
 from areal_megatron.observe.estimates import figures
@@ -72,6 +72,7 @@ from areal_megatron.workflows.scoring import Scorer
 
 _PROGRESS_S = 5.0
 _POLL_S = 0.2
+_LENGTH = "--max-new-tokens:"
 _ENGINE = engine_name(0)
 
 
@@ -83,7 +84,11 @@ class OfflineEvaluation:
         self.config.machine.device = device_of(self.config)
         self.tokenizer = Tokenizer(options.model, untried=True)
         self.prompts = read_prompts(self.config, "eval", self.tokenizer)
-        self.config.data.max_prompt_tokens = max(len(prompt.tokens) for prompt in self.prompts)
+        longest = self.config.data.max_prompt_tokens = max(len(prompt.tokens) for prompt in self.prompts)
+        if options.max_new_tokens is None:
+            rollout, read = self.config.rollout, read_config(options.model)
+            limit, _ = longest_of(read, longest + rollout.max_new_tokens)
+            rollout.max_new_tokens = max(1, min(rollout.max_new_tokens, limit - longest))
         check_model(self.config, trains=False)
         check_for_device(self.config)
         for line in check_options(self.config, python={}):
@@ -218,7 +223,9 @@ def config_of(options: argparse.Namespace) -> Config:
         model=ModelConfig(path=str(Path(options.model).absolute()), dtype=dtype if dtype in ITEMSIZE else "bfloat16"),
         data=DataConfig(train=options.data, eval=options.data, max_prompt_tokens=sys.maxsize),
         machine=MachineConfig(device=options.device),
-        rollout=RolloutConfig(tp=options.tp, max_new_tokens=options.max_new_tokens, first_weights="model"),
+        rollout=RolloutConfig(
+            tp=options.tp, max_new_tokens=options.max_new_tokens or RolloutConfig.max_new_tokens, first_weights="model"
+        ),
         reshard=ReshardConfig(staging="streamed"),  # no updates: no memory for a second copy of the weights
         reward=RewardConfig(
             function=options.reward or RewardConfig.function,
@@ -350,12 +357,19 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def _in_options(problem: str) -> str:
+    """Returns an error about a config in the words of this program's options."""
+    for key, option in (("model.path: ", ""), ("rollout.vllm.", "--vllm "), ("rollout.max_new_tokens:", _LENGTH)):
+        problem = problem.replace(key, option, 1) if problem.startswith(key) else problem
+    return problem
+
+
 def _whole_numbers(text: str) -> list[int]:
     return sorted({int(part) for part in text.split(",")})
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog=program("areal_megatron.evaluate"), description=__doc__.split("\n")[0])
+    parser = Parser("areal_megatron.evaluate", __doc__)
     parser.add_argument("model", metavar="MODEL", help="Hugging Face folder, or OWNER/NAME of the hub")
     parser.add_argument("data", metavar="DATA", help="what data.train may be, without weights")
     parser.add_argument("--n", type=int, default=1, help="answers to each item; default 1")
@@ -368,8 +382,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--max-new-tokens",
         type=int,
-        default=RolloutConfig().max_new_tokens,
-        help="most tokens of an answer; default: %(default)s",
+        help=f"most tokens of an answer; default: {RolloutConfig.max_new_tokens}, or all that the model has room for",
     )
     parser.add_argument("--reward", help="as reward.function; default: the format's own, or math")
     parser.add_argument(
@@ -404,7 +417,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     options.k = options.k or sorted({1, options.n})
     positive = {
         "--n": options.n,
-        "--max-new-tokens": options.max_new_tokens,
+        "--max-new-tokens": 1 if options.max_new_tokens is None else options.max_new_tokens,
         "--workers": options.workers,
         "--tp": options.tp,
         "--reward-timeout-s": options.reward_timeout_s,
@@ -454,7 +467,7 @@ def main(arguments: list[str] | None = None) -> int:
         cause = first_cause(e)
         if not isinstance(cause, ConfigError | EngineError | RunError):
             raise
-        _say(f"error: {str(cause).removeprefix('model.path: ').replace('rollout.vllm.', '--vllm ', 1)}")
+        _say(f"error: {_in_options(str(cause))}")
         return 2 if isinstance(cause, ConfigError) else 1
     print(f"{table(result)}\n{out}/answers.jsonl, {out}/result.json")
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import json
 import os
 import secrets
@@ -152,6 +153,15 @@ def drop_torn_line(path: Path) -> None:
     if path.exists():
         with path.open("rb+") as file:
             file.truncate(file.read().rfind(b"\n") + 1)
+
+
+def names_like(path: Path) -> list[Path]:
+    """Returns what has nearly the name of a path that is not there, the nearest first."""
+    try:
+        there = os.listdir(path.parent)
+    except OSError:
+        return []
+    return [path.with_name(name) for name in difflib.get_close_matches(path.name, there, 3, 0.7)]
 
 
 def new_folder(kind: str, chosen: Path | None = None) -> Path:

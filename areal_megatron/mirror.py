@@ -27,7 +27,7 @@ from typing import Any
 import msgspec
 
 from areal_megatron import config_file
-from areal_megatron.command import program
+from areal_megatron.arguments import Parser
 from areal_megatron.config import TRACKERS, Config, ConfigError, config_fields
 from areal_megatron.errors import first_line
 from areal_megatron.files import read_replaced, write_json
@@ -171,7 +171,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog=program("areal_megatron.mirror"), description=__doc__.split("\n")[0])
+    parser = Parser("areal_megatron.mirror", __doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="run folder, e.g. runs/demo")
     parser.add_argument("tracker", choices=TRACKERS, help="where the metrics are shown")
     parser.add_argument("--follow", action="store_true", help="go on until stdin ends, e.g. with Ctrl-D")

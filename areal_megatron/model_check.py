@@ -300,16 +300,23 @@ def _check_sigmoid_router(hf: dict[str, Any], path: str, experts: int, chosen: i
 
 def _check_length(config: Config, hf: dict[str, Any], path: str) -> None:
     longest = config.longest_sequence
-    limit, key = min((_number(hf, key, longest), key) for key in _LENGTHS)
-    rope_type, rope = rope_of(hf)
-    if rope_type == "yarn":  # users may add it to a checkpoint and change nothing else (Qwen3's model card)
-        scaled = _number(rope, "factor", 1) * _number(rope, "original_max_position_embeddings", limit)
-        limit = max(limit, int(scaled))
+    limit, key = longest_of(hf, longest)
     if longest > limit:
         raise ConfigError(
             f"rollout.max_new_tokens: with data.max_prompt_tokens={config.data.max_prompt_tokens} an answer "
             f"may reach {longest} tokens, {path} has {key}={limit}"
         )
+
+
+def longest_of(hf: dict[str, Any], default: int) -> tuple[int, str]:
+    """Returns how many tokens a sequence may have, `default` if config.json says nothing of it, and the key that says
+    it. Raises ConfigError for what is no number."""
+    limit, key = min((_number(hf, key, default), key) for key in _LENGTHS)
+    rope_type, rope = rope_of(hf)
+    if rope_type == "yarn":  # users may add it to a checkpoint and change nothing else (Qwen3's model card)
+        scaled = _number(rope, "factor", 1) * _number(rope, "original_max_position_embeddings", limit)
+        limit = max(limit, int(scaled))
+    return limit, key
 
 
 def _number(described: dict[str, Any], key: str, default: float) -> float:

@@ -26,7 +26,7 @@ import numpy as np
 from rich.text import Text
 
 from areal_megatron import config_file, hub, versions
-from areal_megatron.command import program
+from areal_megatron.arguments import Parser
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.data.dumps import dumped, read
 from areal_megatron.data.tokenizer import Tokenizer
@@ -233,7 +233,7 @@ def print_table(found: Iterator[TrainedTrajectory], tokenizer: Tokenizer, width:
 
 def config_of(place: Path) -> Config:
     """Returns the config of the run that wrote the trajectories. Raises ConfigError."""
-    return config_file.load(Run(place if place.is_dir() else place.absolute().parent.parent).config)
+    return config_file.load_run(place.absolute().parent.parent if place.is_file() else place)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -269,7 +269,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog=program("areal_megatron.trajectories"), description=__doc__.split("\n")[0])
+    parser = Parser("areal_megatron.trajectories", __doc__)
     parser.add_argument("place", metavar="RUN", type=Path, help="run folder, or one batch-*.msgpack in it")
     for name, (_, what) in FILTERS.items():
         parser.add_argument(f"--{name}", type=span, metavar="RANGE", help=what)

@@ -8,12 +8,11 @@ one. Exit code 2 for wrong input. Imports neither torch nor vllm.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from areal_megatron.command import program
+from areal_megatron.arguments import Parser
 from areal_megatron.config import ConfigError
 from areal_megatron.files import write_json
 from areal_megatron.launch.forecast.accelerators import CORE, Accelerator, accelerator, this_version
@@ -38,9 +37,7 @@ def contents(found: Accelerator) -> dict[str, object]:
 
 def main(arguments: list[str] | None = None) -> int:
     guard()
-    parser = argparse.ArgumentParser(
-        prog=program("areal_megatron.launch.calibrate"), description=__doc__.split("\n")[0]
-    )
+    parser = Parser("areal_megatron.launch.calibrate", __doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a finished run")
     parser.add_argument("--gpu", help="the GPU that they ran on, as for areal simulate; not for runs on CPU cores")
     parser.add_argument("--out", type=Path, required=True, help="the file to write")

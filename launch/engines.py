@@ -25,7 +25,7 @@ from pathlib import Path
 import psutil
 
 from areal_megatron import config_file
-from areal_megatron.command import program
+from areal_megatron.arguments import Parser
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.engine.server import reserve_ports
 from areal_megatron.launch import gpus, start
@@ -51,7 +51,7 @@ _UNREACHED_S = 60.0
 
 def main(arguments: list[str] | None = None) -> int:
     guard()
-    parser = argparse.ArgumentParser(prog=program("areal_megatron.launch.engines"), description=__doc__.split("\n")[0])
+    parser = Parser("areal_megatron.launch.engines", __doc__)
     actions = parser.add_subparsers(dest="action", required=True)
     adding = actions.add_parser("add", help="start engines on this machine for the run")
     adding.add_argument("--count", type=int, default=0, help="engines; default: as many as this machine's GPUs hold")

@@ -6,11 +6,10 @@ in a folder that both see. Whatever launches a run fetches what is not there. Ex
 
 from __future__ import annotations
 
-import argparse
 import sys
 
 from areal_megatron import config_file
-from areal_megatron.command import program
+from areal_megatron.arguments import Parser
 from areal_megatron.config import ConfigError
 from areal_megatron.launch import start
 from areal_megatron.run import Run
@@ -19,9 +18,8 @@ from areal_megatron.shown import guard
 
 def main(arguments: list[str] | None = None) -> int:
     guard()
-    parser = argparse.ArgumentParser(prog=program("areal_megatron.launch.fetch"), description=__doc__.split("\n")[0])
-    parser.add_argument("config", help="YAML file, see configs/")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the config")
+    parser = Parser("areal_megatron.launch.fetch", __doc__)
+    parser.add_config()
     options = parser.parse_intermixed_args(arguments)
     try:
         config = config_file.load(options.config, options.overrides)

@@ -8,7 +8,6 @@ one line that says what to change. With --best it first searches the sizes with 
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from typing import Any
 
 from areal_megatron import config_file, hub
 from areal_megatron.algorithms import PUBLISHED
-from areal_megatron.command import program
+from areal_megatron.arguments import Parser
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.files import write_json
 from areal_megatron.launch.best import add_best, check_alone, report, search, text
@@ -28,7 +27,9 @@ from areal_megatron.launch.option_check import check_for_device, check_options, 
 from areal_megatron.launch.pools import Node, Placement, allocate
 from areal_megatron.launch.sizes import Sizes, add_sizes
 from areal_megatron.model_check import check_model, trained_config
+from areal_megatron.reward import function
 from areal_megatron.shown import guard
+from areal_megatron.workflows import workflow
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,9 @@ def plan(
     GiB; 0 if unknown. `weights`: whether the model's weights must exist too. Raises ConfigError for whatever cannot
     work.
     """
+    for own in config.by_environment() if config.mode == "rl" else ():
+        function.check_name(own.reward.function)
+        workflow.check_name(own.rollout.workflow)
     placement = allocate(config, nodes, rollout_nodes)
     _check_parts(config, placement)
     _check_link(config)
@@ -139,9 +143,8 @@ def _check_link(config: Config) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     guard()
-    parser = argparse.ArgumentParser(prog=program("areal_megatron.launch.plan"), description=__doc__.split("\n")[0])
-    parser.add_argument("config", help="YAML file, see configs/")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the config")
+    parser = Parser("areal_megatron.launch.plan", __doc__)
+    parser.add_config()
     add_sizes(parser, required=True)
     add_best(parser)
     parser.add_argument("--json", type=Path, help="write the figures here")

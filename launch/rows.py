@@ -8,14 +8,13 @@ description and the tokenizer are fetched. Exit code 0: done, 2: wrong input. Im
 
 from __future__ import annotations
 
-import argparse
 import json
 import signal
 import sys
 from collections.abc import Iterator
 
 from areal_megatron import config_file
-from areal_megatron.command import program
+from areal_megatron.arguments import Parser
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.data.doubts import doubts, doubts_about_items
 from areal_megatron.data.prompts import LeftOut, Prompt, read_prompts
@@ -104,9 +103,8 @@ def _titled(text: str) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     guard()
-    parser = argparse.ArgumentParser(prog=program("areal_megatron.launch.rows"), description=__doc__.split("\n")[0])
-    parser.add_argument("config", help="YAML file, see configs/")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the config")
+    parser = Parser("areal_megatron.launch.rows", __doc__)
+    parser.add_config()
     parser.add_argument("--eval", action="store_true", help="of data.eval")
     parser.add_argument("--rows", type=int, default=3, metavar="N", help="so many rows; default 3")
     options = parser.parse_intermixed_args(arguments)

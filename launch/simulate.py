@@ -8,7 +8,6 @@ with one line that says what to change. Imports neither torch nor vllm.
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 import time
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_megatron import config_file, hub
-from areal_megatron.command import program
+from areal_megatron.arguments import Parser
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.files import write_json
 from areal_megatron.launch.forecast.accelerators import Accelerator, accelerator
@@ -120,9 +119,8 @@ class SimulationProgress:
 
 def main(arguments: list[str] | None = None) -> int:
     guard()
-    parser = argparse.ArgumentParser(prog=program("areal_megatron.launch.simulate"), description=__doc__.split("\n")[0])
-    parser.add_argument("config", help="YAML file, see configs/")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the config")
+    parser = Parser("areal_megatron.launch.simulate", __doc__)
+    parser.add_config()
     parser.add_argument("--gpu", required=True, help="a100, h100, h800, h200, b200, or a JSON file with its rates")
     parser.add_argument("--gpus", type=int, default=8, metavar="N", help="GPUs of a node")
     parser.add_argument(

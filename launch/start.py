@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from areal_megatron import config_file, descriptors, hub, versions
+from areal_megatron.arguments import Parser
 from areal_megatron.checkpoint import folder as checkpoint_folder
 from areal_megatron.checkpoint.disk import CheckpointError
 from areal_megatron.checkpoint.folder import SavedCheckpoint
 from areal_megatron.checkpoint.hf_folder import HfFolder
-from areal_megatron.command import program
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.data import files
 from areal_megatron.data.check import check_data
@@ -47,9 +47,8 @@ _LISTS, _COUNTS = "SLURM_JOB_GPUS", "SLURM_GPUS"
 
 def parser(module: str, description: str) -> argparse.ArgumentParser:
     """Returns a parser of the arguments that all launchers have."""
-    made = argparse.ArgumentParser(prog=program(module), description=description)
-    made.add_argument("config", help="YAML file, see configs/")
-    made.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the config")
+    made = Parser(module, description)
+    made.add_config()
     made.add_argument(
         "--restarts",
         type=int,
@@ -361,6 +360,6 @@ def newest(run: Run, held: bool = True) -> SavedCheckpoint | None:
 
 def _resumed(config: Config, run: Run, held: bool) -> SavedCheckpoint | None:
     """Returns the checkpoint that `resume` names; None: begin from the start. Raises ConfigError."""
-    if not config.resume or not (held or run.folder.exists()):
-        return None
-    return newest(run, held) if config.resume == "auto" else checkpoint_folder.read(Path(config.resume).absolute())
+    if config.resume not in ("", "auto"):
+        return checkpoint_folder.read(Path(config.resume).absolute())
+    return newest(run, held) if config.resume and (held or run.folder.exists()) else None

@@ -10,7 +10,6 @@ it prints the address. The run need not have begun, and may have ended.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Iterator
@@ -20,8 +19,8 @@ from pathlib import Path
 from rich.table import Table
 
 from areal_megatron import config_file
+from areal_megatron.arguments import Parser
 from areal_megatron.checkpoint import folder as checkpoint_folder
-from areal_megatron.command import program
 from areal_megatron.config import ConfigError
 from areal_megatron.launch.process_rows import HEAD, rows
 from areal_megatron.launch.records import LaunchRecord, last_record, state_of
@@ -35,7 +34,7 @@ from areal_megatron.terminal import Terminal
 
 def main(arguments: list[str] | None = None) -> int:
     guard()
-    parser = argparse.ArgumentParser(prog=program("areal_megatron.launch.status"), description=__doc__.split("\n")[0])
+    parser = Parser("areal_megatron.launch.status", __doc__)
     parser.add_argument("run", type=Path, help="run folder, e.g. runs/tiny")
     parser.add_argument("--all", action="store_true", help="a line for each process, however many there are")
     parser.add_argument("--web", action="store_true", help="serve a page and print its address")

@@ -325,7 +325,10 @@ def _read_seal(folder: Path) -> tuple[SavedCheckpoint, dict[str, Written]]:
     try:
         content = (folder / _SEAL).read_bytes()
     except FileNotFoundError:
-        raise ConfigError(f"{folder} is no complete checkpoint: it has no {_SEAL}") from None
+        lacks = f"it has no {_SEAL}" if folder.exists() else "there is no such folder"
+        raise ConfigError(
+            f"{folder} is no complete checkpoint: {lacks}; name one such as runs/tiny/checkpoints/version-000020"
+        ) from None
     except OSError as e:
         raise ConfigError(f"{folder / _SEAL} cannot be read: {e.strerror}") from None
     try:

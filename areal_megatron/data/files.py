@@ -225,6 +225,13 @@ def _files(path: str) -> list[Path]:
 
 def _rows(path: Path) -> Iterator[tuple[int, Any]]:
     """Yields (row number from 0, value) for each row of one file."""
+    if path.suffix in (".csv", ".tsv"):
+        tab = ", delimiter='\\t'" if path.suffix == ".tsv" else ""
+        convert = f"import csv, json; [print(json.dumps(row)) for row in csv.DictReader(open('{path}'){tab})]"
+        raise ConfigError(
+            f"{path}: a table of text is no data set, convert it to JSONL: "
+            f'python -c "{convert}" > {path.with_suffix(".jsonl")}'
+        )
     read = {".parquet": _parquet, ".arrow": _arrow, ".json": _json}.get(path.suffix, _jsonl)
     try:
         yield from read(path)
@@ -258,7 +265,10 @@ def _jsonl(path: Path) -> Iterator[tuple[int, Any]]:
         try:
             yield number, parse_json(line)
         except ValueError as e:
-            raise ConfigError(f"{path}:{number + 1}: not JSON: {e}") from None
+            hint = (
+                "" if line.lstrip()[0] in "{[" else "; a data set has one JSON object a line, or is .json or .parquet"
+            )
+            raise ConfigError(f"{path}:{number + 1}: not JSON: {e}{hint}") from None
 
 
 def _parquet(path: Path) -> Iterator[tuple[int, Any]]:

@@ -37,6 +37,14 @@ _GSM8K = "#### "
 _DEEPSEEK = ("<｜User｜>", "<｜Assistant｜>", "<think>")
 """What AReaL's prompts have of the chat template of DeepSeek's models; the template of the model takes its place."""
 _CODEFORCES = {"input_format": "Input", "output_format": "Output"}
+_ALSO_CALLED = {
+    "prompt": ("question", "instruction", "input", "query", "text"),
+    "answer": ("target", "label", "solution", "ground_truth", "output", "gold", "response", "completion"),
+    "response": ("completion", "output", "answer", "target", "solution", "text"),
+    "chosen": ("preferred", "better", "accepted"),
+    "rejected": ("dispreferred", "worse"),
+}
+"""What others call our fields."""
 _UNPACKED_BYTES = 1 << 30
 """Limit on a decompressed LiveCodeBench field."""
 _PICKLED_TEXT = {
@@ -81,14 +89,16 @@ def read_item(row: Row, where: str, seed: Sequence[int]) -> Item:
             raise ConfigError(f"{where}: lists or objects are nested too deeply") from None
     raise ConfigError(
         f"{where}: field 'prompt' is missing, found {_names(row)}; other formats have one of "
-        f"{', '.join(map(repr, list(FORMATS)[1:]))}"
+        f"{', '.join(map(repr, list(FORMATS)[1:]))} (docs/data.md#formats)"
     )
 
 
 def field(row: Row, name: str, kinds: tuple[type, ...], where: str) -> Any:
     """Returns a required field. Raises ConfigError if it is missing, empty or of none of the types `kinds`."""
     if name not in row:
-        raise ConfigError(f"{where}: field {name!r} is missing, found {_names(row)}")
+        alike = next((other for other in _ALSO_CALLED.get(name, ()) if row.get(other) is not None), "")
+        hint = f"; rename {alike!r} to {name!r}?" if alike else ""
+        raise ConfigError(f"{where}: field {name!r} is missing, found {_names(row)}{hint} (docs/data.md#formats)")
     value = row[name]
     if type(value) not in kinds:
         expected = " or ".join(kind.__name__ for kind in kinds)
@@ -105,6 +115,23 @@ def prompt_of(row: Row, where: str) -> str | Chat:
         if not isinstance(message, dict) or not all(type(message.get(key)) is str for key in ("role", "content")):
             raise ConfigError(f"{where}: message {number} of field 'prompt' needs a text `role` and a text `content`")
     return prompt
+
+
+def example_of(row: Row, where: str) -> tuple[str | Chat, str]:
+    """Returns the prompt and the response of a row for supervised training: `prompt` and `response`, or `messages` that
+    end with one of the assistant, before which all are the prompt. Raises ConfigError."""
+    if "prompt" in row or "messages" not in row:
+        return prompt_of(row, where), field(row, "response", (str,), where)
+    *before, last = prompt_of({"prompt": field(row, "messages", (list,), where)}, where)
+    if not before or last["role"] != "assistant":
+        raise ConfigError(f"{where}: field 'messages' must end with a message of the assistant, after one to answer")
+    return before, field({"response": last["content"]}, "response", (str,), where)
+
+
+def added_sentence(item: Item) -> str:
+    """Returns the sentence that a format has added to the end of a prompt, "" if none."""
+    text = item.prompt if isinstance(item.prompt, str) else ""
+    return next((added for added in (BOXED, LETTER, PROGRAM) if text.endswith(added)), "")
 
 
 def text_of(prompt: str | Chat) -> str:

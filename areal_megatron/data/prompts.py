@@ -14,7 +14,7 @@ import numpy as np
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.data.drawing import Drawing, digest_of, joined, settings_of
 from areal_megatron.data.files import Record, records, row_shares, rows
-from areal_megatron.data.formats import Item, field, prompt_of, read_item, text_of
+from areal_megatron.data.formats import Item, added_sentence, example_of, read_item, text_of
 from areal_megatron.data.tokenizer import Tokenizer
 
 
@@ -143,8 +143,12 @@ def read_prompts(
     for number, own in enumerate(by_environment):
         lengths_here = [len(ids) for record, ids in zip(found, tokens, strict=True) if record.environment == number]
         if lengths_here and (shortest := min(lengths_here)) > (limit := own.data.max_prompt_tokens):
-            text = getattr(own.data, key)
-            raise ConfigError(f"{text}: the shortest prompt has {shortest} tokens, data.max_prompt_tokens is {limit}")
+            added = next((added_sentence(item) for item in items if added_sentence(item)), "")
+            said = f", with the sentence {added.strip()!r}, which this format adds" if added else ""
+            raise ConfigError(
+                f"{getattr(own.data, key)}: the shortest prompt has {shortest} tokens{said}, data.max_prompt_tokens is "
+                f"{limit}: raise it to {shortest} or more"
+            )
     return [
         Prompt(
             id=record.id,
@@ -178,15 +182,15 @@ def _item(record: Record, seed: int, function: str, problem_with: Callable[[str]
 
 
 def read_examples(text: str | Path, tokenizer: Tokenizer) -> list[Example]:
-    """Returns one supervised example for each row {"prompt": text or messages, "response": text}.
+    """Returns one supervised example for each row {"prompt": text or messages, "response": text}, or {"messages": …} of
+    which the last one is the response.
 
     Raises ConfigError for the reasons that `read_prompts` does.
     """
     found = list(records(text))
-    asked = [prompt_of(record.row, record.where) for record in found]
     places = [record.where for record in found]
+    asked, answers = zip(*(example_of(record.row, record.where) for record in found), strict=True)
     prompts = tokenizer.prompts(asked, places)
-    answers = [field(record.row, "response", (str,), record.where) for record in found]
     responses = tokenizer.responses(answers, prompts, places)
     return [
         Example(
@@ -195,9 +199,9 @@ def read_examples(text: str | Path, tokenizer: Tokenizer) -> list[Example]:
             source=record.source,
             text=text_of(prompt),
             where=record.where,
-            digest=digest_of(record.id, prompt, record.row["response"]),
+            digest=digest_of(record.id, prompt, answer),
         )
-        for record, prompt, tokens, response in zip(found, asked, prompts, responses, strict=True)
+        for record, prompt, answer, tokens, response in zip(found, asked, answers, prompts, responses, strict=True)
     ]
 
 

@@ -59,13 +59,17 @@ def load_function(name: str, timeout_s: float = RewardConfig.timeout_s, run: str
 
 
 def _import(name: str) -> Callable:
-    path = BUILT_IN.get(name, name)
-    if not all(path.partition(":")):
+    check_name(name)
+    return import_function(BUILT_IN.get(name, name), "reward.function")
+
+
+def check_name(name: str) -> None:
+    """Raises ConfigError for what is no reward and no import path; imports nothing."""
+    if name not in (*BUILT_IN, "model") and not all(name.partition(":")):
         near = difflib.get_close_matches(name, BUILT_IN, 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         expected = f"{', '.join(BUILT_IN)}, model, an http:// or https:// address, or package.module:function"
         raise ConfigError(f"reward.function: {name!r} is no reward, expected {expected}{hint}")
-    return import_function(path, "reward.function")
 
 
 def _check_signature(name: str, function: Callable) -> None:

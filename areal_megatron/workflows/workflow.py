@@ -35,16 +35,25 @@ def load_workflow(rollout: RolloutConfig) -> Workflow | None:
     name = rollout.workflow
     if name == SINGLE_TURN:
         return None
+    check_name(name)
+    function = import_function(f"{__package__}.{name}:run" if name in WORKFLOWS else name, KEY)
+    if not inspect.iscoroutinefunction(function):
+        raise ConfigError(f"{KEY}: {name} is no `async def` function of an episode")
+    try:
+        inspect.signature(function).bind("episode")
+    except TypeError as e:
+        raise ConfigError(f"{KEY}: {name} cannot be called with (episode): {e}") from None
+    return Workflow(function, rollout.turns)
+
+
+def check_name(name: str) -> None:
+    """Raises ConfigError for what is neither a workflow of this package nor an import path; imports nothing."""
     if name not in WORKFLOWS and not all(name.partition(":")):
         near = difflib.get_close_matches(name, WORKFLOWS, 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ConfigError(
             f"{KEY}: {name!r} is no workflow, expected {', '.join(WORKFLOWS)}, or package.module:function{hint}"
         )
-    function = import_function(f"{__package__}.{name}:run" if name in WORKFLOWS else name, KEY)
-    if not inspect.iscoroutinefunction(function):
-        raise ConfigError(f"{KEY}: {name} is no `async def` function of an episode")
-    return Workflow(function, rollout.turns)
 
 
 def check_workflow(config: Config) -> None:

@@ -7,7 +7,6 @@ runs. Exit code 2: no such run.
 
 from __future__ import annotations
 
-import argparse
 import base64
 import hashlib
 import sys
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_megatron import config_file
-from areal_megatron.command import program
+from areal_megatron.arguments import Parser
 from areal_megatron.files import write_atomically
 from areal_megatron.launch.page.watched import Watched, as_json
 from areal_megatron.observe.spans import Span, merge, read_spans, speeds_with_and_without
@@ -25,7 +24,7 @@ from areal_megatron.shown import guard
 
 def write_report(run: Run, out: Path) -> None:
     """Writes the page and the run's timeline.json. Raises ConfigError if the folder is no run, and OSError."""
-    config_file.load(run.config)
+    config_file.load_run(run.folder)
     watched = Watched(run)
     watched.refresh()
     merge(run)
@@ -77,9 +76,7 @@ def _publish_rows(spans: list[Span]) -> list[tuple[str, ...]]:
 
 def main() -> int:
     guard()
-    parser = argparse.ArgumentParser(
-        prog=program("areal_megatron.launch.page.report"), description=__doc__.split("\n")[0]
-    )
+    parser = Parser("areal_megatron.launch.page.report", __doc__)
     parser.add_argument("run", type=Path, help="run folder, e.g. runs/demo")
     parser.add_argument("--out", type=Path, help="the file to write; default: report.html in the run folder")
     options = parser.parse_args()

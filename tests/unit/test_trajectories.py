@@ -152,7 +152,7 @@ def test_wrong_input_is_one_line(run, capsys, arguments, problem):
 
 
 def test_a_folder_without_dumps_and_ratios_without_a_model(run, tmp_path, capsys):
-    assert trajectories.main([str(tmp_path)]) == 2 and "config.yaml" in capsys.readouterr().err
+    assert trajectories.main([str(tmp_path)]) == 2 and "is no run folder" in capsys.readouterr().err
     for path in run.trajectories.iterdir():
         path.unlink()
     assert trajectories.main([str(run.folder)]) == 2 and "rollout.dump=true" in capsys.readouterr().err

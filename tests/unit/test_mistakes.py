@@ -1,0 +1,241 @@
+"""Mistakes of a first day, one line and exit code 2 for each, before anything starts: what, where and what to do.
+
+Through the commands' own entries, in this process, so that all take seconds.
+"""
+
+import importlib
+import json
+import re
+import shutil
+import sys
+import time
+
+import pytest
+
+from areal_megatron import command, config_file, evaluate
+from areal_megatron.config import ConfigError
+from areal_megatron.launch import local
+from areal_megatron.other_names import NONE_HERE, OTHER_NAMES
+from tests.conftest import ROOT
+
+TINY = str(ROOT / "configs/tiny_cpu.yaml")
+ROWS = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(8)]
+MINE = """
+def score(prompt, response, answer): return 1.0
+def four(prompt, response, answer, other): return 1.0
+def text(prompt, response, answer): return "right"
+def workflow(episode): return 1.0
+async def two(episode, other): return 1.0
+"""
+
+
+@pytest.fixture(scope="module")
+def place(world, tmp_path_factory):
+    """A folder with a model, data and functions, as a user has them."""
+    folder = tmp_path_factory.mktemp("place")
+    shutil.copytree(world / "model", folder / "model")
+    files = {
+        "d.jsonl": ROWS,
+        "e.jsonl": [{"prompt": "9+9=", "answer": "18"}],
+        "question.jsonl": [{"question": "6*7?", "answer": "42"}],
+        "target.jsonl": [{"question": "6*7?", "target": "42"}],
+        "object.jsonl": [{"prompt": "1+1=", "answer": {"a": 2}}],
+        "messages.jsonl": [{"prompt": [{"role": "user", "content": "1+1="}], "answer": "2"}],
+        "chat.jsonl": [{"messages": [{"role": "user", "content": "1+1="}]}],
+        "empty_answer.jsonl": [{"prompt": "1+1=", "answer": ""}],
+    }
+    for name, rows in files.items():
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "broken.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt"\n')
+    (folder / "empty.jsonl").write_text("")
+    (folder / "d.csv").write_text("prompt,answer\n1+1=,2\n")
+    (folder / "mine.py").write_text(MINE)
+    (folder / "wrong.py").write_text("def score(:\n")
+    (folder / "imports.py").write_text("import no_such_package\n")
+    (folder / "ppo.yaml").write_text((ROOT / "configs/tiny_cpu.yaml").read_text())
+    (folder / "few.yaml").write_text("name: x\nupdates: 3\n")
+    (folder / "tab.yaml").write_text("name: x\n\tupdates: 3\n")
+    (folder / "twice.yaml").write_text("name: x\nname: y\n")
+    (folder / "number.yaml").write_text("name: x\nrollout: 3\n")
+    (folder / "there/incarnations").mkdir(parents=True)
+    for name, lacks in (("no_tokenizer", "tokenizer*"), ("no_weights", "*.safetensors")):
+        shutil.copytree(folder / "model", folder / name, ignore=shutil.ignore_patterns(lacks))
+    shutil.copytree(folder / "model", folder / "gemma")
+    described = json.loads((folder / "gemma/config.json").read_text())
+    changed = described | {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
+    (folder / "gemma/config.json").write_text(json.dumps(changed))
+    return folder
+
+
+@pytest.fixture
+def areal(place, monkeypatch, capsys):
+    """Runs a command as in the user's folder; returns (exit code, what it says on stderr)."""
+    monkeypatch.chdir(place)
+    monkeypatch.syspath_prepend(place)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+
+    def begun(*_, **__):
+        raise AssertionError("something has been started")
+
+    monkeypatch.setattr(local, "supervise", begun)
+    monkeypatch.setattr(evaluate, "fill", begun)
+
+    def run(name, *arguments):
+        monkeypatch.setattr(sys, "argv", ["areal", *arguments])
+        monkeypatch.setenv("AREAL_CALLED", f"areal {name}")
+        start = time.process_time()
+        try:
+            code = importlib.import_module(command.COMMANDS[name].module).main()
+        except SystemExit as e:
+            code = e.code
+        assert time.process_time() - start < 10
+        for module in ("mine", "wrong", "imports"):
+            sys.modules.pop(module, None)
+        return code, capsys.readouterr().err
+
+    return run
+
+
+def given(*overrides):
+    return [TINY, "name=x", "model.path=model", "data.train=d.jsonl", "data.eval=e.jsonl", "--dry-run", *overrides]
+
+
+KEYS = {
+    "rollout.engine=2": "did you mean 'rollout.engines', which is a whole number, at least 1?",
+    "lr=1e-5": "unknown key 'lr', did you mean 'optimizer.lr', which is a number",
+    "updates=many": "updates: must be a whole number, at least 1, is 'many'",
+    "updates=-1": "updates: must be a whole number, at least 1",
+    "updates=0": "updates: must be a whole number, at least 1",
+    "batch_size=250": "batch_size:",
+    "ppo.minibatches=3": "ppo.minibatches:",
+    "rollout.group_size=7": "rollout.group_size",
+    "rollout.temperature=0": "rollout.temperature: must be a number, above 0",
+    "model.dtype=bf16": "model.dtype: must be one of bfloat16, float16, float32, is 'bf16'",
+    "name=a/b": "name: must be a plain folder name",
+    "mode=grpo": "did you mean 'rl with ppo.algorithm=grpo'?",
+    "algorithm=grpo": "did you mean 'ppo.algorithm', which is one of",
+    "track.to=wand": "did you mean 'wandb'",
+    "rollout.turns=3": "rollout.turns",
+    "rollout.workflow=tool_use": "rollout.turns",
+    "rollout.workflow=tooluse rollout.turns=2": "did you mean 'tool_use'?",
+    "rollout.workflow=mine:workflow": "rollout.workflow: mine:workflow is no `async def` function",
+    "rollout.workflow=mine:two": "rollout.workflow: mine:two cannot be called with (episode): missing",
+    "reward.function=mth": "did you mean 'math'?",
+    "reward.function=mine:scor": "reward.function: mine has no function scor",
+    "reward.function=nowhere:score": "reward.function: cannot import nowhere: ModuleNotFoundError",
+    "reward.function=imports:score": "reward.function: cannot import imports: ModuleNotFoundError",
+    "reward.function=wrong:score": "reward.function: cannot import wrong: SyntaxError: invalid syntax (wrong.py, ",
+    "reward.function=mine:four": "missing a required argument: 'other'; the other columns of a row come in a fourth",
+    "reward.function=mine:text": "to d.jsonl:1: the reward function returned 'right', expected a finite number",
+    "trainer.tp=64 machine.slots=65": "trainer.tp",
+    "trainer.dp=64 machine.slots=4": "need 65 slots",
+    "machine.slots=1": "need",
+    "machine.device=cuda": "no GPU for this run on this machine",
+    "rollout.max_new_tokens=100000": "max_position_embeddings=512",
+    "rollout.vllm.enable_lora=true": "rollout.vllm.enable_lora",
+    "trainer.megatron.fp8=hybrid": "trainer.megatron.fp8",
+    "resume=runs/nope": "runs/nope is no complete checkpoint: there is no such folder; name one such as",
+    "resume=latest": "latest is no complete checkpoint: there is no such folder",
+    "rollout.n=16": "did you mean 'rollout.group_size', which is",
+    "ppo.kl_coef=0.1": "did you mean 'ppo.penalty.kl', which is",
+    "wandb.enabled=true": "did you mean 'track.to=wandb'?",
+    "trainer.logger=wandb": "did you mean 'track.to=wandb'?",
+    "data.max_response_length=9": "did you mean 'rollout.max_new_tokens', which is",
+    "data.train_batch_size=9": "did you mean 'batch_size', which is a whole number, at least 1?; it counts answers",
+    "actor_rollout_ref.actor.use_kl_loss=true": "did you mean 'ppo.penalty.kl'",
+    "actor_rollout_ref.rollout.val_kwargs.n=4": "did you mean 'eval.n'",
+    "lora.rank=8": "unknown key 'lora.rank': there is no LoRA",
+    "model.lora_rank=8": "there is no LoRA or other adapter: all parameters are trained",
+    "trainer.lora=8": "there is no LoRA",
+    "xyzzy=1": "unknown key 'xyzzy', see areal_megatron/config.py",
+    "model.path=nowhere": "model.path: there is no folder nowhere",
+    "model.path=models/X": "models/X",
+    "model.path=no_tokenizer": "tokenizer",
+    "model.path=no_weights": "safetensors",
+    "model.path=gemma": "names 'Gemma3ForCausalLM', which has no table; known are",
+    "model.path=Qwen/Qwen3-0.6B": "hf download Qwen/Qwen3-0.6B",
+    "data.train=nowhere.jsonl": "nowhere.jsonl: cannot read the dataset: No such file",
+    "data.train=d.csv": "d.csv: a table of text is no data set, convert it to JSONL: python -c",
+    "data.train=broken.jsonl": "broken.jsonl:2: not JSON",
+    "data.train=empty.jsonl": "empty.jsonl: the dataset is empty; it needs one JSON object a line",
+    "data.train=empty_answer.jsonl": "empty_answer.jsonl:1: field 'answer' is empty",
+    "data.train=target.jsonl": "field 'answer' is missing, found 'question', 'target'; rename 'target' to 'answer'?",
+    "data.train=object.jsonl": "object.jsonl:1: reward.function=math cannot use the answer: it is an object",
+    "data.train=messages.jsonl": "chat template",
+    "data.train=question.jsonl": "with the sentence 'Reason step by step and put the final answer into",
+    "data.train=e.jsonl": "data.eval: 1 of 1 prompts is in data.train too",
+    "mode=sft data.train=chat.jsonl": "chat.jsonl:1: field 'messages' must end with a message of the assistant",
+    "mode=sft": "field 'response' is missing, found 'prompt', 'answer'; rename 'answer' to 'response'?",
+    "mode=replay": "rollout.dump=true",
+}
+
+
+@pytest.mark.parametrize("overrides", KEYS)
+def test_a_run_that_could_not_work(areal, overrides):
+    code, error = areal("train", *given(*overrides.split()))
+    expect_one_line(code, error, KEYS[overrides])
+
+
+COMMANDS = {
+    "train": "error: areal train: config missing: usage: areal train",
+    "train ppo.yml": "ppo.yml: cannot read the config: No such file or directory, did you mean ppo.yaml?",
+    "train ppo.yaml --lr 1e-5": "no option --lr; keys of the config are given without dashes: optimizer.lr=1e-5",
+    "train ppo.yaml --num-generations=8": "are given without dashes: rollout.group_size=8",
+    "train ppo.yaml --use-wandb": "are given without dashes: track.to=wandb",
+    "train ppo.yaml --dryrun": "there is no option --dryrun, did you mean --dry-run?",
+    "train ppo.yaml lr": "override 'lr': expected key=value",
+    "train tab.yaml": "tab.yaml:2: not YAML",
+    "train twice.yaml": "twice.yaml:2: name: was given on line 1 already",
+    "train number.yaml": "number.yaml:2: rollout",
+    "train few.yaml": "few.yaml: missing data.train, model.path",
+    "train ppo.yaml name=there runs_dir=. model.path=model data.train=d.jsonl": "exists: choose another name",
+    "status nowhere": "nowhere is no run folder",
+    "report nowhere": "nowhere is no run folder, give one such as runs/tiny",
+    "report": "error: areal report: run missing: usage: areal report",
+    "audit nowhere": "nowhere is no run folder",
+    "trajectories nowhere": "nowhere",
+    "submit ppo.yaml name=x model.path=model data.train=d.jsonl --nodes 1 --gpus 4 --time 5": "--time 5: give at least",
+    "plan ppo.yaml name=x model.path=model data.train=d.jsonl rollout.workflow=tooluse rollout.turns=2 --nodes 1 "
+    "--gpus 4": "did you mean 'tool_use'?",
+    "plan ppo.yaml name=x model.path=model data.train=d.jsonl reward.function=mth --nodes 1 --gpus 4": "mean 'math'?",
+    "plan ppo.yaml name=x model.path=models/X data.train=d.jsonl --nodes 1 --gpus 4": "models/X",
+    "evaluate model d.jsonl --n 2 --k 4": "--k: pass@4 needs --n 4 or more, it is 2",
+    "evaluate model d.jsonl --max-new-tokens 9999": "--max-new-tokens: with",
+    "evaluate model object.jsonl": "object.jsonl:1: the reward math cannot use the answer: it is an object",
+    "evaluate model d.jsonl --reward mine:text": "returned 'right', expected a finite number",
+    "evaluate nowhere d.jsonl": "nowhere",
+}
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_a_command_that_could_not_work(areal, line):
+    code, error = areal(*line.split())
+    expect_one_line(code, error, COMMANDS[line])
+
+
+def expect_one_line(code, error, words):
+    assert code == 2, error
+    *warnings, last = error.splitlines()
+    assert last.startswith("error: ") and words in last, error
+    assert all(line.startswith("warning: ") for line in warnings), error
+
+
+def test_names_of_other_projects_stand_for_keys_that_there_are(tmp_path):
+    for name, key in OTHER_NAMES.items():
+        assert config_file.is_key(key.partition("=")[0]) or key.startswith("rollout.vllm."), (name, key)
+        assert not config_file.is_key(name) and name not in NONE_HERE, name
+    assert all("\n" not in sentence for sentence in NONE_HERE.values())
+    (tmp_path / "c.yaml").write_text("actor_rollout_ref:\n  rollout:\n    n: 4\n")
+    with pytest.raises(ConfigError, match=r"c\.yaml:1: unknown key 'actor_rollout_ref', "):
+        config_file.load(tmp_path / "c.yaml")
+
+
+def test_messages_are_a_format_of_supervised_rows(areal, place):
+    turns = [{"role": role, "content": "1"} for role in ("user", "assistant", "user", "assistant")]
+    (place / "chat.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
+    template = "{{ bos_token }}{% for m in messages %}{{ m['role'][0] }}{{ m['content'] }}{% endfor %}"
+    shutil.copytree(place / "model", place / "chat")
+    (place / "chat/chat_template.jinja").write_text(re.sub("{{ bos_token }}", "", template))
+    code, error = areal("rows", TINY, "mode=sft", "name=x", "model.path=chat", "data.train=chat.jsonl", "data.eval=")
+    assert code == 0, error
