@@ -1,6 +1,7 @@
 """Evaluates a model: avg@n and pass@k with 95% confidence intervals, on data sets in their published formats.
 
-    python -m areal_megatron.evaluate MODEL DATA [--n 8] [--k 1,8] [--temperature 1] [--top-p 1] [--top-k 0]
+    areal evaluate RUN [DATA]         what a run has trained, as the run evaluates itself
+    areal evaluate MODEL DATA [--n 8] [--k 1,8] [--temperature 1] [--top-p 1] [--top-k 0]
                                       [--max-new-tokens N] [--reward FUNCTION] [--seed 1] [--device auto] [--tp 1]
                                       [--vllm FLAG=VALUE …] [--out FOLDER] [--pass-rates FILE.jsonl]
 
@@ -34,15 +35,18 @@ from areal_megatron.config import (
     Config,
     ConfigError,
     DataConfig,
+    EvalConfig,
     MachineConfig,
     ModelConfig,
     ReshardConfig,
     RewardConfig,
     RolloutConfig,
+    TrainerConfig,
 )
 from areal_megatron.controller.engine import Engine, connect
-from areal_megatron.data.files import fetch, records, source_names
-from areal_megatron.data.prompts import Prompt, read_prompts
+from areal_megatron.controller.environment import Environment
+from areal_megatron.data.files import fetch, file_names, records
+from areal_megatron.data.prompts import Prompt, no_problems, read_prompts
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.engine.client import EngineError
 from areal_megatron.errors import first_cause
@@ -61,14 +65,18 @@ from areal_megatron.models.dtypes import ITEMSIZE
 from areal_megatron.observe.estimates import figures
 from areal_megatron.observe.evaluation_folder import Folder, Sampled, digest, files_digest
 from areal_megatron.reward.answers import problem_with_answers
-from areal_megatron.reward.function import load_function
+from areal_megatron.reward.function import BUILT_IN, load_function
 from areal_megatron.reward.trial import try_rewards
 from areal_megatron.reward.workers import RewardWorkers, default_count
 from areal_megatron.run import Run, RunError, engine_name
 from areal_megatron.shown import guard
 from areal_megatron.workflows import single_turn
+from areal_megatron.workflows.episode import EpisodeSpec
+from areal_megatron.workflows.runner import runner_of
 from areal_megatron.workflows.sampling import Decoding, Sampling, sampling_seed
 from areal_megatron.workflows.scoring import Scorer
+from areal_megatron.workflows.transcript import Transcript
+from areal_megatron.workflows.workflow import check_workflow
 
 _PROGRESS_S = 5.0
 _POLL_S = 0.2
@@ -80,60 +88,97 @@ class OfflineEvaluation:
     """An evaluation of one model by one engine of its own. Raises ConfigError for whatever cannot work."""
 
     def __init__(self, options: argparse.Namespace):
-        self.config = config_of(options)
+        self.run_folder = run_of(options)
+        self.config = config_of_run(options, self.run_folder) if self.run_folder else config_of(options)
         self.config.machine.device = device_of(self.config)
-        self.tokenizer = Tokenizer(options.model, untried=True)
-        self.prompts = read_prompts(self.config, "eval", self.tokenizer)
-        longest = self.config.data.max_prompt_tokens = max(len(prompt.tokens) for prompt in self.prompts)
-        if options.max_new_tokens is None:
-            rollout, read = self.config.rollout, read_config(options.model)
-            limit, _ = longest_of(read, longest + rollout.max_new_tokens)
-            rollout.max_new_tokens = max(1, min(rollout.max_new_tokens, limit - longest))
+        self.tokenizer = Tokenizer(self.config.model.path, untried=True)
+        problems_of = problem_with_answers if self.run_folder and not options.data else no_problems
+        read = read_prompts(self.config, "eval", self.tokenizer, problems_of)
+        longest = max(len(prompt.tokens) for prompt in read)
+        if not self.run_folder:
+            self.config.data.max_prompt_tokens = longest
+            if options.max_new_tokens is None:
+                self._fit_length(longest)
         check_model(self.config, trains=False)
         check_for_device(self.config)
         for line in check_options(self.config, python={}):
             _say(f"warning: {line}")
-        self.n = options.n
-        self.decoding = Decoding(options.temperature, options.top_p, options.top_k)
-        self.rewards = {
-            prompt.id: options.reward or prompt.reward or RewardConfig().function for prompt in self.prompts
-        }
+        self.n, own = self.config.eval.n, self.config.eval
+        self.decoding = Decoding(own.temperature, own.top_p, own.top_k)
+        self.ks = options.k or sorted({1, self.n})
+        if problem := _problem_with_samples(self.n, self.ks, own.temperature):
+            raise ConfigError(problem)
+        self.kinds: list[Config] = []
+        """A config for each environment and reward that the prompts need; `Prompt.environment` is a place in it."""
+        self.prompts = self._sorted(read, options.reward)
+        self._check_rewards()
+
+    def _fit_length(self, longest: int) -> None:
+        """Lowers the most tokens of an answer to what the model has room for after the longest prompt."""
+        rollout = self.config.rollout
+        limit, _ = longest_of(read_config(self.config.model.path), longest + rollout.max_new_tokens)
+        rollout.max_new_tokens = max(1, min(rollout.max_new_tokens, limit - longest))
+
+    def _sorted(self, prompts: Sequence[Prompt], reward: str | None) -> list[Prompt]:
+        """Returns the prompts that are short enough, each with its place in `kinds`. A built-in reward of the config
+        gives way to the one that a row's format is made for, if no `reward` is named."""
+        environments, places, found = self.config.by_environment(), {}, []
+        for prompt in prompts:
+            own = environments[prompt.environment]
+            name = own.reward.function
+            if not reward and name in BUILT_IN:
+                name = prompt.reward or name
+            key = prompt.environment, name
+            if key not in places:
+                places[key] = len(self.kinds)
+                self.kinds.append(replace(own, reward=replace(own.reward, function=name)))
+            if len(prompt.tokens) <= own.data.max_prompt_tokens:
+                found.append(replace(prompt, environment=places[key]))
+        if too_long := len(prompts) - len(found):
+            _say(f"{too_long} prompts are longer than data.max_prompt_tokens, and are not asked, as in the run")
+        return found
+
+    def _check_rewards(self) -> None:
         problems = {}
-        for name in set(self.rewards.values()):
+        for name in {kind.reward.function for kind in self.kinds}:
             load_function(name)
             problems[name] = problem_with_answers(name)
         for prompt in self.prompts:
-            name = self.rewards[prompt.id]
+            name = self.kinds[prompt.environment].reward.function
             if problem := problems[name](prompt.answer):
                 raise ConfigError(f"{prompt.where}: the reward {name} cannot use the answer: {problem}")
-        try_rewards(self.config, self.prompts, _say)
+        for number, kind in enumerate(self.kinds):
+            check_workflow(kind)
+            own = [replace(prompt, environment=0) for prompt in self.prompts if prompt.environment == number]
+            try_rewards(kind, own, _say)
 
     @property
     def settings(self) -> dict[str, object]:
         """The settings on which answers depend, apart from the order in which an engine happens to batch them; and
         where the rows are."""
         config = self.config
-        items = [[prompt.digest.hex(), self.rewards[prompt.id]] for prompt in self.prompts]
+        items = [[prompt.digest.hex(), self.kinds[prompt.environment].reward.function] for prompt in self.prompts]
         tokenizer, template = self.tokenizer.digests
         return {
             "model": config.model.path,
             "tokenizer": tokenizer,
             "template": template,
             "model_files": files_digest(Path(config.model.path)),
-            "data": config.data.eval,
-            "rewards": sorted(set(self.rewards.values())),
+            "data": ",".join(own.data.eval for own in config.by_environment() if own.data.eval),
+            "rewards": sorted({kind.reward.function for kind in self.kinds}),
             "rows": digest(items),
             "n": self.n,
             **asdict(self.decoding),
             "max_new_tokens": config.rollout.max_new_tokens,
             "seed": config.seed,
             "vllm": config.rollout.vllm or None,
+            "scoring": digest([_scoring(kind) for kind in self.kinds]) if self.run_folder else None,
         }
 
     @property
     def files(self) -> dict[int, str]:
         """The name of the file of each item."""
-        names = source_names(self.config.data.eval)
+        names = file_names(self.config, "eval")
         return {prompt.id: names[prompt.source] for prompt in self.prompts}
 
     def missing(self, folder: Folder) -> list[tuple[Prompt, int]]:
@@ -143,40 +188,44 @@ class OfflineEvaluation:
 
     async def run(self, child: Child, run: Run, folder: Folder) -> None:
         """Runs until every answer is in the folder. Raises EngineError, RunError or ConfigError."""
-        workers = {
-            name: RewardWorkers(replace(self.config.reward, function=name), self.config.model.path)
-            for name in set(self.rewards.values())
-        }
+        log_file = folder.path / "rewards.log"
+        workers = [RewardWorkers(kind.reward, self.config.model.path, output=log_file) for kind in self.kinds]
+        environments = []
         try:
-            await asyncio.gather(*(pool.start() for pool in workers.values()))
+            await asyncio.gather(*(pool.start() for pool in workers))
+            for kind, pool in zip(self.kinds, workers, strict=True):
+                scorer = Scorer(kind.reward, pool, kind.rollout.max_new_tokens)
+                environments.append(Environment(kind, scorer, runner_of(kind, self.tokenizer, scorer)))
             async with asyncio.TaskGroup() as group:
                 background = [group.create_task(watch(child))]
                 async with serving(self.config, run) as engine:
                     silent_s, stuck_s = self.config.rollout.silence_s, self.config.machine.peer_timeout_s
                     background.append(group.create_task(engine.watch(stuck_s, silent_s)))
                     background.append(group.create_task(_progress(engine, folder, self.n * len(self.prompts))))
-                    longest = self.config.rollout.max_new_tokens
-                    scorers = {name: Scorer(self.config.reward, pool, longest) for name, pool in workers.items()}
-                    await self._ask(engine, scorers, folder)
+                    await self._ask(engine, environments, folder)
                     for task in background:
                         task.cancel()
         finally:
-            await asyncio.gather(*(pool.close() for pool in workers.values()))
-        if refused := sum(pool.refused for pool in workers.values()):
+            await asyncio.gather(*(own.episodes.close() for own in environments if own.episodes))
+            await asyncio.gather(*(pool.close() for pool in workers))
+        self._tell_rewards(workers, log_file)
+
+    def _tell_rewards(self, workers: Sequence[RewardWorkers], log_file: Path) -> None:
+        if refused := sum(pool.refused for pool in workers):
             _say(f"{refused} answers were not worked out, or several at once, and count as wrong (docs/rewards.md)")
-        if failed := sum(pool.failures for pool in workers.values()):
+        if failed := sum(pool.failures for pool in workers):
             _say(
-                f"warning: the rewards of {failed} answers failed, the first ones are named above: they are left out; "
-                "the same command with the same --out asks for them again"
+                f"warning: the rewards of {failed} answers failed, the first ones are named above, what they print is "
+                f"in {log_file}: they are left out; the same command with the same --out asks for them again"
             )
 
-    async def _ask(self, engine: Engine, scorers: dict[str, Scorer], folder: Folder) -> None:
+    async def _ask(self, engine: Engine, environments: Sequence[Environment], folder: Folder) -> None:
         queue, most = iter(self.missing(folder)), self.config.rollout.max_running
         running = asyncio.Semaphore(most)
 
         async def ask_in_turn() -> None:
             for prompt, sample in queue:
-                answer = await self._answer(engine, scorers[self.rewards[prompt.id]], running, prompt, sample)
+                answer = await self._answer(engine, environments[prompt.environment], running, prompt, sample)
                 if answer is not None:
                     folder.add(answer)
 
@@ -185,31 +234,143 @@ class OfflineEvaluation:
                 group.create_task(ask_in_turn())
 
     async def _answer(
-        self, engine: Engine, scorer: Scorer, running: asyncio.Semaphore, prompt: Prompt, sample: int
+        self, engine: Engine, environment: Environment, running: asyncio.Semaphore, prompt: Prompt, sample: int
     ) -> Sampled | None:
         """Returns the answer with its score; None if its reward failed."""
         seed = sampling_seed(self.config.seed, "eval", prompt.id) + sample
         async with running:
             engine.occupy(1)
             try:
-                stop_tokens, rollout = self.tokenizer.stop_tokens, self.config.rollout
+                stop_tokens, rollout = self.tokenizer.stop_tokens, environment.config.rollout
                 sampling = Sampling(engine.client, rollout, stop_tokens, cache_salt=None, decoding=self.decoding)
-                (completion,) = await single_turn.sample(sampling, prompt, 1, f"item-{prompt.id}-{sample}", seed)
+                spec = EpisodeSpec(prompt, 0, f"item-{prompt.id}-{sample}", seed, "eval")
+                if environment.episodes:
+                    (ended,) = await environment.episodes.sample(sampling, spec, 1)
+                    context, score = ended.context, ended.score
+                else:
+                    (answer,) = await single_turn.sample(sampling, prompt, 1, spec.request_id, seed)
+                    context, score = Transcript(prompt.tokens, 0).with_answer(answer, truncated=False), None
             finally:
                 engine.release(1)
-        (score,) = await scorer.score(prompt, [completion])
+        if score is None:
+            (score,) = await environment.scorer.score(prompt, [answer])
         if score.failed:
             return None
         return Sampled(
             item=prompt.id,
             sample=sample,
             seed=seed,
-            score=score.reward,
+            score=score.score,
             correct=score.correct,
             truncated=score.truncated,
-            tokens=len(completion.tokens),
-            response=self.tokenizer.decode(completion.tokens.tolist()),
+            tokens=context.length,
+            response=self.tokenizer.decode(context.tokens.tolist()),
+            prompt=prompt.text,
+            answer=prompt.answer,
         )
+
+
+def _scoring(kind: Config) -> list[Any]:
+    """What of a run's config answers and scores depend on beside the settings that are named."""
+    rollout, reward = kind.rollout, kind.reward
+    limits = [kind.data.max_prompt_tokens, rollout.max_new_tokens, kind.model.dtype, kind.model.head_dtype]
+    return [*limits, rollout.workflow, rollout.turns, reward.wrong, reward.right, reward.truncated]
+
+
+def run_of(options: argparse.Namespace) -> Path | None:
+    """Returns the run folder that MODEL names, None if it is a model."""
+    folder = Path(options.model)
+    return folder if (folder / "config.yaml").exists() and not (folder / "config.json").exists() else None
+
+
+def export_of(folder: Path) -> Path:
+    """Returns the newest model that a run has exported. Raises ConfigError if there is none."""
+    run = Run(folder)
+    found = [run.hf, *sorted(run.exports.glob("version-*"), reverse=True)]
+    for model in found:
+        if (model / "config.json").exists() and any(model.glob("*.safetensors")):
+            return model
+    raise ConfigError(
+        f"{folder} has no model yet, neither hf/ nor one in exports/ (checkpoint.hf_every): let it end, or convert "
+        f"one: areal convert to-hf {folder}/checkpoints/version-000001 MODEL"
+    )
+
+
+def config_of_run(options: argparse.Namespace, folder: Path) -> Config:
+    """Returns the config of a run, for an engine that evaluates what it has trained as it did itself; the options that
+    are given replace its keys. Raises ConfigError."""
+    trained = config_file.load_run(folder)
+    if trained.mode not in ("rl", "replay"):
+        raise ConfigError(
+            f"{folder} is a run of mode={trained.mode}, which has no reward: name its model and data, areal evaluate "
+            f"{folder}/hf DATA"
+        )
+    rollout, reward = trained.rollout, trained.reward
+    if any(own.reward.of_model for own in trained.by_environment()) and not options.reward:
+        raise ConfigError(f"{folder} was scored by a reward model, which has engines of its own: name another --reward")
+    if options.data:
+        trained = replace(trained, environments=[], data=replace(trained.data, eval=options.data))
+    if options.max_new_tokens:
+        trained.environments = [replace(own, max_new_tokens=0) for own in trained.environments]
+    if options.reward:
+        trained.environments = [replace(own, reward="") for own in trained.environments]
+    if not any(own.data.eval for own in trained.by_environment()):
+        raise ConfigError(f"{folder} has no data.eval: name the data, areal evaluate {folder} DATA")
+    for place in (trained.data, *trained.environments):
+        place.eval = place.eval and fetch(place.eval, "data.eval")
+    return replace(
+        trained,
+        name="engine",
+        mode="rl",
+        resume="",
+        seed=_first(options.seed, trained.seed),
+        model=replace(trained.model, path=str(export_of(folder).absolute())),
+        machine=MachineConfig(device=options.device),
+        trainer=TrainerConfig(),
+        reshard=ReshardConfig(staging="streamed"),
+        eval=_decoding(options, trained.eval),
+        rollout=replace(
+            rollout,
+            engines=1,
+            tp=_first(options.tp, rollout.tp),
+            max_new_tokens=_first(options.max_new_tokens, rollout.max_new_tokens),
+            first_weights="model",
+            replay_routes=False,
+            vllm=rollout.vllm | config_file.options(options.vllm),
+        ),
+        reward=replace(
+            reward,
+            function=options.reward or reward.function,
+            workers=options.workers,
+            timeout_s=_first(options.reward_timeout_s, reward.timeout_s),
+            group_function="",
+            model="",
+            model_engines=1,
+            model_tp=1,
+        ),
+    )
+
+
+def _reward_of_owner(model: Path) -> str:
+    """Returns the reward of the run that has exported a model, "math" if none has."""
+    for folder in (model.absolute().parent, model.absolute().parent.parent):
+        if (folder / "config.yaml").exists() and (folder / "incarnations").is_dir():
+            trained = config_file.load_run(folder)
+            if trained.mode == "rl" and not trained.environments and not trained.reward.of_model:
+                if trained.reward.function != RewardConfig.function:
+                    _say(f"the reward is that of {folder}, {trained.reward.function}; --reward names another")
+                return trained.reward.function
+    return RewardConfig.function
+
+
+def _first(given: Any, otherwise: Any) -> Any:
+    return otherwise if given is None else given
+
+
+def _decoding(options: argparse.Namespace, otherwise: EvalConfig) -> EvalConfig:
+    names = ("n", "temperature", "top_p", "top_k")
+    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    return replace(otherwise, **given)
 
 
 def config_of(options: argparse.Namespace) -> Config:
@@ -219,22 +380,25 @@ def config_of(options: argparse.Namespace) -> Config:
     config = Config(
         name="engine",
         updates=1,
-        seed=options.seed,
+        seed=_first(options.seed, 1),
         model=ModelConfig(path=str(Path(options.model).absolute()), dtype=dtype if dtype in ITEMSIZE else "bfloat16"),
         data=DataConfig(train=options.data, eval=options.data, max_prompt_tokens=sys.maxsize),
         machine=MachineConfig(device=options.device),
         rollout=RolloutConfig(
-            tp=options.tp, max_new_tokens=options.max_new_tokens or RolloutConfig.max_new_tokens, first_weights="model"
+            tp=_first(options.tp, 1),
+            max_new_tokens=options.max_new_tokens or RolloutConfig.max_new_tokens,
+            first_weights="model",
         ),
         reshard=ReshardConfig(staging="streamed"),  # no updates: no memory for a second copy of the weights
         reward=RewardConfig(
-            function=options.reward or RewardConfig.function,
+            function=options.reward or _reward_of_owner(Path(options.model)),
             workers=options.workers,
-            timeout_s=options.reward_timeout_s,
+            timeout_s=_first(options.reward_timeout_s, RewardConfig.timeout_s),
             wrong=0.0,
             right=1.0,
             truncated="scored",
         ),
+        eval=_decoding(options, EvalConfig()),
     )
     config.rollout.vllm = config_file.options(options.vllm)
     return config
@@ -357,6 +521,22 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def _silence_libraries() -> None:
+    """Has warnings of this project alone on the console."""
+    handler = logging.StreamHandler()
+    handler.addFilter(lambda record: record.name.startswith("areal_megatron"))
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", handlers=[handler])
+    logging.captureWarnings(True)
+
+
+def _problem_with_samples(n: int, ks: Sequence[int], temperature: float) -> str:
+    if ks[-1] > n:
+        return f"--k: pass@{ks[-1]} needs --n {ks[-1]} or more, it is {n}"
+    if temperature < 0 or (temperature == 0 and n > 1):
+        return f"--temperature: {temperature:g} with --n {n}: must be above 0, or 0 with --n 1"
+    return ""
+
+
 def _in_options(problem: str) -> str:
     """Returns an error about a config in the words of this program's options."""
     for key, option in (("model.path: ", ""), ("rollout.vllm.", "--vllm "), ("rollout.max_new_tokens:", _LENGTH)):
@@ -370,35 +550,43 @@ def _whole_numbers(text: str) -> list[int]:
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = Parser("areal_megatron.evaluate", __doc__)
-    parser.add_argument("model", metavar="MODEL", help="Hugging Face folder, or OWNER/NAME of the hub")
-    parser.add_argument("data", metavar="DATA", help="what data.train may be, without weights")
-    parser.add_argument("--n", type=int, default=1, help="answers to each item; default 1")
+    parser.add_argument(
+        "model", metavar="MODEL", help="Hugging Face folder, OWNER/NAME of the hub, or the folder of a run"
+    )
+    parser.add_argument(
+        "data",
+        metavar="DATA",
+        nargs="?",
+        help="what data.train may be, without weights; of a run default: its data.eval",
+    )
+    parser.add_argument("--n", type=int, help="answers to each item; default: 1, of a run its eval.n")
     parser.add_argument(
         "--k", type=_whole_numbers, help="the k of pass@k, separated by commas, at most n; default: 1,n"
     )
-    parser.add_argument("--temperature", type=float, default=RolloutConfig().temperature, help="0: greedy; default 1")
-    parser.add_argument("--top-p", type=float, default=1.0, help="as eval.top_p; default: 1, from all tokens")
-    parser.add_argument("--top-k", type=int, default=0, help="as eval.top_k; default: 0, from all tokens")
+    parser.add_argument("--temperature", type=float, help="0: greedy; default: 1, of a run its eval.temperature")
+    parser.add_argument("--top-p", type=float, help="as eval.top_p; default: 1, from all tokens, of a run its own")
+    parser.add_argument("--top-k", type=int, help="as eval.top_k; default: 0, from all tokens, of a run its own")
     parser.add_argument(
         "--max-new-tokens",
         type=int,
         help=f"most tokens of an answer; default: {RolloutConfig.max_new_tokens}, or all that the model has room for",
     )
-    parser.add_argument("--reward", help="as reward.function; default: the format's own, or math")
+    parser.add_argument("--reward", help="as reward.function; default: that of the run, or the format's own, or math")
     parser.add_argument(
         "--workers", type=int, default=default_count(), help="reward processes; default: a quarter of the cores"
     )
     parser.add_argument(
         "--reward-timeout-s",
         type=float,
-        default=RewardConfig().timeout_s,
-        help="as reward.timeout_s; default: %(default)s",
+        help=f"as reward.timeout_s; default: {RewardConfig.timeout_s:g}, of a run its own",
     )
-    parser.add_argument("--seed", type=int, default=1, help="seed of samples and of the order of choices; default: 1")
+    parser.add_argument(
+        "--seed", type=int, help="seed of samples and of the order of choices; default: 1, of a run its own"
+    )
     parser.add_argument(
         "--device", choices=["auto", "cpu", "cuda"], default="auto", help="as machine.device; default: auto"
     )
-    parser.add_argument("--tp", type=int, default=1, help="GPUs of the engine; default: 1")
+    parser.add_argument("--tp", type=int, help="GPUs of the engine; default: 1, of a run its own")
     parser.add_argument(
         "--vllm",
         action="append",
@@ -414,28 +602,23 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         help="write the rows of DATA here, each with its pass_rate, for rollout.draw_min_pass_rate",
     )
     options = parser.parse_args(arguments)
-    options.k = options.k or sorted({1, options.n})
-    positive = {
-        "--n": options.n,
-        "--max-new-tokens": 1 if options.max_new_tokens is None else options.max_new_tokens,
-        "--workers": options.workers,
-        "--tp": options.tp,
-        "--reward-timeout-s": options.reward_timeout_s,
-        "--k": options.k[0],
-    }
-    for name, value in positive.items():
-        if value <= 0:
+    positive = ("n", "max_new_tokens", "workers", "tp", "reward_timeout_s")
+    given = {f"--{name.replace('_', '-')}": getattr(options, name) for name in positive}
+    given["--k"] = options.k[0] if options.k else None
+    for name, value in given.items():
+        if value is not None and value <= 0:
             parser.error(f"{name}: must be above 0, is {value}")
-    if options.seed < 0:
+    if _first(options.seed, 0) < 0:
         parser.error(f"--seed: must be 0 or more, is {options.seed}")
-    if not 0 < options.top_p <= 1:
+    if not 0 < _first(options.top_p, 1) <= 1:
         parser.error(f"--top-p: must be above 0 and at most 1, is {options.top_p:g}")
-    if options.top_k < 0:
+    if _first(options.top_k, 0) < 0:
         parser.error(f"--top-k: must be 0 or more, is {options.top_k}")
-    if options.k[-1] > options.n:
-        parser.error(f"--k: pass@{options.k[-1]} needs --n {options.k[-1]} or more, it is {options.n}")
-    if options.temperature < 0 or (options.temperature == 0 and options.n > 1):
-        parser.error(f"--temperature: {options.temperature:g} with --n {options.n}: must be above 0, or 0 with --n 1")
+    temperature = _first(options.temperature, 1.0)
+    if options.n and (problem := _problem_with_samples(options.n, options.k or [1], temperature)):
+        parser.error(problem)
+    if temperature < 0:
+        parser.error(f"--temperature: must be 0 or more, is {temperature:g}")
     return options
 
 
@@ -443,11 +626,16 @@ def main(arguments: list[str] | None = None) -> int:
     guard()
     options = _options(arguments)
     descriptors.raise_limit()
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    _silence_libraries()
     try:
-        options.model = hub.model_folder(options.model, "MODEL")
-        options.data = fetch(options.data, "DATA")
+        if not run_of(options):
+            if not options.data:
+                raise ConfigError("DATA missing: areal evaluate MODEL DATA; the folder of a run brings its own")
+            options.model = hub.model_folder(options.model, "MODEL")
+        options.data = options.data and fetch(options.data, "DATA")
         evaluation = OfflineEvaluation(options)
+        if options.pass_rates and evaluation.config.environments:
+            raise ConfigError("--pass-rates: the run has several environments, name the DATA of one")
         out = options.out or new_folder("evaluation")
         with Folder(out, evaluation.settings) as folder:
             if folder.answers:
@@ -456,10 +644,10 @@ def main(arguments: list[str] | None = None) -> int:
                 fill(evaluation, folder)
             if not folder.answers:
                 raise RunError("the rewards of all answers failed, see above; the same command asks for them again")
-            result = result_of(list(folder.answers.values()), options.n, options.k, evaluation.files)
+            result = result_of(list(folder.answers.values()), evaluation.n, evaluation.ks, evaluation.files)
             write_json(out / "result.json", {"settings": evaluation.settings} | result)
             if options.pass_rates:
-                write_pass_rates(options.data, list(folder.answers.values()), options.pass_rates)
+                write_pass_rates(evaluation.config.data.eval, list(folder.answers.values()), options.pass_rates)
     except KeyboardInterrupt:
         _say("interrupted; the same command with the same --out continues")
         return 128 + signal.SIGINT

@@ -31,6 +31,10 @@ class Sampled(msgspec.Struct, kw_only=True):
     """Whether the answer was cut at --max-new-tokens."""
     tokens: int
     response: str
+    prompt: str = ""
+    """Without the chat template."""
+    answer: str = ""
+    """The right one."""
 
 
 _PLACE = "data"

@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import msgspec
@@ -48,11 +48,14 @@ class RewardWorkers:
         await workers.close()
     """
 
-    def __init__(self, config: RewardConfig, model: str | Path = "", run: str | Path = ""):
+    def __init__(
+        self, config: RewardConfig, model: str | Path = "", run: str | Path = "", output: str | Path | None = None
+    ):
         """`model` is the folder whose tokenizer decodes answers that are given as token ids; `run` the run's folder,
-        which reward.function=model needs."""
+        which reward.function=model needs. What the functions print is appended to the file `output`; None: it goes to
+        stderr."""
         self._config, self._model, self._count = config, str(model), config.workers or default_count()
-        self._run = str(run)
+        self._run, self._output = str(run), output
         self._free: asyncio.Queue[_Worker] = asyncio.Queue()
         self._workers: set[_Worker] = set()
         self.failures = 0
@@ -199,7 +202,7 @@ class RewardWorkers:
                 await asyncio.sleep(_RETRY_S)
 
     async def _new_worker(self) -> _Worker:
-        worker = await _Worker.start(self._config, self._model, self._run)
+        worker = await _Worker.start(self._config, self._model, self._run, self._output)
         self._workers.add(worker)
         return worker
 
@@ -223,11 +226,12 @@ class _Worker:
         self.dead = self.takes_row = False
 
     @classmethod
-    async def start(cls, config: RewardConfig, model: str, run: str) -> _Worker:
+    async def start(cls, config: RewardConfig, model: str, run: str, output: str | Path | None) -> _Worker:
         pipe, function = asyncio.subprocess.PIPE, config.function
         given = [function, config.group_function, str(config.timeout_s), model, run]
         command = [sys.executable, "-m", "areal_megatron.reward.worker", *given]
-        worker = cls(await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe))
+        with open(output, "ab") if output else nullcontext() as stderr:
+            worker = cls(await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, stderr=stderr))
         try:
             ready = _decode_ready(await within(_START_TIMEOUT_S, worker._read()))
         except (TimeoutError, asyncio.IncompleteReadError):

@@ -14,12 +14,21 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from areal_megatron import evaluate
+from areal_megatron import config_file, evaluate
 from areal_megatron.config import ConfigError
+from areal_megatron.controller.changed import Changed
 from areal_megatron.controller.engine import Engine
+from areal_megatron.controller.environment import Environment, Environments
+from areal_megatron.controller.evaluation import Evaluation
+from areal_megatron.controller.sampler import Sampler
+from areal_megatron.data.prompts import read_prompts
 from areal_megatron.engine.client import Completion
 from areal_megatron.observe.estimates import estimate, figures, pass_at_k
 from areal_megatron.observe.evaluation_folder import Folder, Sampled, files_digest
+from areal_megatron.observe.timeline import Timeline
+from areal_megatron.run import Run
+from areal_megatron.workflows.runner import runner_of
+from areal_megatron.workflows.sampling import Decoding
 from areal_megatron.workflows.scoring import Score
 from tests.support.reshard_oracle import CONFIG
 
@@ -162,7 +171,7 @@ def test_answers_whose_rewards_failed_are_asked_for_again(world, tmp_path):
     for failures, left in ((2, 2), (1, 1), (0, 0)):
         engine = Engine(0, SimpleNamespace(name="engine-0", generate=Answering().generate), None)
         with Folder(tmp_path / "out", evaluation.settings) as folder:
-            asyncio.run(evaluation._ask(engine, {"math": Away(failures)}, folder))
+            asyncio.run(evaluation._ask(engine, [Environment(evaluation.kinds[0], Away(failures))], folder))
             assert len(evaluation.missing(folder)) == left and len(folder.answers) == 6 - left
             result = evaluate.result_of(list(folder.answers.values()), 3, [1], evaluation.files)
             assert result["failed"] == left and result["avg@3"]["value"] == 1
@@ -325,3 +334,120 @@ def test_a_model_is_evaluated_in_the_dtype_that_it_is_stored_in(tmp_path, dtype)
 def test_a_model_of_a_dtype_that_engines_do_not_compute_in_is_evaluated_in_bfloat16(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"dtype": "float64"}))
     assert evaluate.config_of(evaluate._options([str(tmp_path), "data"])).model.dtype == "bfloat16"
+
+
+RUN = """
+name: mine
+updates: 3
+batch_size: 4
+seed: 3
+model: {path: MODEL}
+data: {train: TRAIN, eval: EVAL, max_prompt_tokens: 5}
+rollout: {group_size: 2, max_new_tokens: 7, workflow: WORKFLOW, turns: 2, max_running: 3}
+reward: {function: "tests.support.rewards:coarse", wrong: -2, right: 4}
+eval: {n: 3, temperature: 0.5, top_p: 0.9}
+"""
+
+
+class Seeded:
+    """An engine's client: tokens follow from the prompt and the seed, and answers from what it is asked for."""
+
+    name = "engine-0"
+
+    def __init__(self):
+        self.asked = set()
+
+    async def generate(self, prompt, *, n, seed, max_tokens, **options):
+        decoding = options["temperature"], options["top_p"], options["top_k"]
+        self.asked |= {(tuple(prompt), seed + k, max_tokens, decoding) for k in range(n)}
+        return [self._answer([*prompt, seed + k], max_tokens) for k in range(n)]
+
+    def _answer(self, key, most):
+        draw = np.random.default_rng([abs(number) for number in key])
+        tokens = draw.integers(4, 14, draw.integers(1, most + 1)).astype(np.int32)
+        return Completion(tokens, np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32), "stop")
+
+
+async def twice(episode):
+    await episode.sample()
+    await episode.sample()
+
+
+@pytest.mark.parametrize("workflow", ["single_turn", f"{__name__}:twice"])
+def test_a_run_is_evaluated_as_it_evaluates_itself(world, tmp_path, workflow):
+    """The same prompts, seeds, limits, ways to draw and scores, whatever the model: of an evaluation in the controller
+    and of one by itself, with the run's folder alone."""
+    data = tmp_path / "eval.jsonl"
+    rows = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in (1, 22, 3, 44)] + [{"prompt": "111+111=", "answer": 1}]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = tmp_path / "mine"
+    shutil.copytree(world / "model", run / "hf")
+    values = {"MODEL": world / "model", "TRAIN": data, "EVAL": data, "WORKFLOW": workflow}
+    text = RUN
+    for name, value in values.items():
+        text = text.replace(name, str(value))
+    (run / "config.yaml").write_text(text if workflow != "single_turn" else text.replace("turns: 2, ", ""))
+    evaluation = evaluate.OfflineEvaluation(evaluate._options([str(run)]))
+    config = config_file.load(run / "config.yaml")
+    apart, inside = Seeded(), Seeded()
+
+    async def both(folder):
+        environments = Environments(config, evaluation.tokenizer, Run(run))
+        await environments.start()
+        engine = Engine(0, inside, Timeline(tmp_path / "timeline", "x"), Changed())
+        sampler = Sampler(
+            engines=[engine],
+            is_lost=None,
+            stop_tokens=evaluation.tokenizer.stop_tokens,
+            environments=environments.all,
+            timeline=Timeline(tmp_path / "timeline", "x"),
+            evaluation=Decoding(config.eval.temperature, config.eval.top_p, config.eval.top_k),
+        )
+        prompts = read_prompts(config, "eval", evaluation.tokenizer)
+        try:
+            found = await Evaluation(config, sampler, prompts, Changed()).run(0)
+            (own,) = evaluation.kinds
+            scorer = environments.all[0].scorer
+            kinds = [Environment(own, scorer, runner_of(own, evaluation.tokenizer, scorer))]
+            await evaluation._ask(Engine(0, apart, None), kinds, folder)
+        finally:
+            await environments.close()
+        return found
+
+    with Folder(tmp_path / "out", evaluation.settings) as folder:
+        found = asyncio.run(asyncio.wait_for(both(folder), 60))
+        result = evaluate.result_of(list(folder.answers.values()), evaluation.n, evaluation.ks, evaluation.files)
+    assert apart.asked == inside.asked and (len(apart.asked) > 12) == (workflow != "single_turn")
+    assert found["too_long"] == 1 and result["items"] == found["items"] == 4
+    assert result["avg@3"]["value"] == found["accuracy"]
+    assert 0 < found["accuracy"] < 1
+    for key in ("truncated_share", "response_tokens_mean"):
+        assert result[key] == found[key]
+    answer = json.loads((tmp_path / "out/answers.jsonl").read_text().splitlines()[0])
+    row = rows[answer["item"]]
+    assert (answer["prompt"], answer["answer"]) == (row["prompt"], row["answer"])
+    options = evaluate._options([str(run), "--n", "1", "--temperature", "0", "--max-new-tokens", "3", "--tp", "2"])
+    changed = evaluate.config_of_run(options, run)
+    assert (changed.eval.n, changed.eval.temperature, changed.eval.top_p) == (1, 0, 0.9)
+    assert (changed.rollout.max_new_tokens, changed.rollout.tp, changed.seed) == (3, 2, 3)
+    assert evaluate.config_of(evaluate._options([str(run / "hf"), "x"])).reward.function.endswith(":coarse") is False
+    (run / "incarnations").mkdir()
+    assert evaluate.config_of(evaluate._options([str(run / "hf"), "x"])).reward.function.endswith(":coarse")
+
+
+def test_what_cannot_be_evaluated_of_a_run_is_said_in_one_line(world, tmp_path, capsys):
+    run = tmp_path / "mine"
+    run.mkdir()
+    text = RUN.replace("WORKFLOW, turns: 2", "single_turn").replace("EVAL", "''").replace("MODEL", str(world / "model"))
+
+    def refused(config, *arguments):
+        (run / "config.yaml").write_text(config)
+        assert evaluate.main([str(run), *arguments]) == 2
+        return capsys.readouterr().err
+
+    assert "mine has no data.eval: name the data, areal evaluate" in refused(text)
+    supervised = "name: x\nupdates: 1\nmode: sft\nmodel: {path: m}\ndata: {train: t}\n"
+    assert "mine is a run of mode=sft, which has no reward" in refused(supervised)
+    assert "mine has no model yet, neither hf/ nor one in exports/" in refused(text, str(world / "heldout.jsonl"))
+    assert evaluate.main([str(world / "model")]) == 2
+    assert "DATA missing: areal evaluate MODEL DATA" in capsys.readouterr().err
