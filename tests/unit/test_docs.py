@@ -100,3 +100,12 @@ def test_the_page_of_commands_has_every_option_that_help_prints():
     for name, command in COMMANDS.items():
         printed = set(re.findall(r"--[a-z][\w-]*", parser_of(command.module).format_usage()))
         assert printed - set(re.findall(r"--[a-z][\w-]*", sections[name])) == set(), name
+
+
+def test_the_messages_of_troubleshooting_are_in_the_code():
+    """Each as one piece of a text there, whatever lines and quotes divide it."""
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    quoted = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
+    sources = [path.read_text() for path in (ROOT / "areal_megatron").rglob("*.py")]
+    code = re.sub(r'"\s*\n\s*f?"', "", "\n".join(sources))
+    assert len(quoted) >= 6 and [message for message in quoted if message not in code] == []

@@ -44,7 +44,7 @@ CONTENTS = {
         "operations",
         "published_runs",
     ],
-    "Reference": ["keys", "commands", "options"],
+    "Reference": ["keys", "commands", "options", "coming_from", "troubleshooting"],
     "How it works": ["design", "packing", "resharding", "hardware", "staleness", "measurements"],
 }
 """Heading → pages of docs/; what is not listed comes at the end of the second."""
