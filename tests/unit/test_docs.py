@@ -106,6 +106,6 @@ def test_the_messages_of_troubleshooting_are_in_the_code():
     """Each as one piece of a text there, whatever lines and quotes divide it."""
     page = (ROOT / "docs" / "troubleshooting.md").read_text()
     quoted = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
-    sources = [path.read_text() for path in (ROOT / "areal_megatron").rglob("*.py")]
-    code = re.sub(r'"\s*\n\s*f?"', "", "\n".join(sources))
+    sources = [path.read_text() for top in ("areal_megatron", "launch") for path in (ROOT / top).rglob("*.py")]
+    code = re.sub(r'"\s*\n\s*f?"', "", "\n\n".join(sources))
     assert len(quoted) >= 6 and [message for message in quoted if message not in code] == []
