@@ -211,8 +211,8 @@ function showCurves(all) {
       by("figures").append(head, make("p", {}, section.text), make("div", { className: "figures", id: `figures-${i}` }));
       by("sections").append(make("a", { href: `#section-${i}` }, section.title));
     });
-    by("sections").append(make("a", { href: "#tables" }, "Figures of the run"));
     if (!saved) by("sections").append(make("a", { href: "#trajectories-head" }, "Trajectories"));
+    by("sections").append(make("a", { href: "#tables" }, "Figures of the run"));
   }
   all.sections.forEach((section, i) => {
     const place = by(`figures-${i}`), shown = section.figures.filter(shownFigure);
