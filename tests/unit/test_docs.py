@@ -8,6 +8,7 @@ import pytest
 
 from areal_megatron.command import COMMANDS, parser_of
 from areal_megatron.config import Config, EnvironmentConfig, config_fields
+from areal_megatron.other_names import OTHER_NAMES, find
 from tools import reference
 
 ROOT = Path(__file__).parents[2]
@@ -109,3 +110,16 @@ def test_the_messages_of_troubleshooting_are_in_the_code():
     sources = [path.read_text() for top in ("areal_megatron", "launch") for path in (ROOT / top).rglob("*.py")]
     code = re.sub(r'"\s*\n\s*f?"', "", "\n\n".join(sources))
     assert len(quoted) >= 6 and [message for message in quoted if message not in code] == []
+
+
+def test_names_of_others_lead_to_the_keys_that_a_refusal_names():
+    """Of the table of docs/coming_from.md, as far as areal_megatron/other_names.py has them."""
+    checked = 0
+    for row in re.findall(r"^\| (`.*) \|$", (ROOT / "docs" / "coming_from.md").read_text(), re.MULTILINE):
+        ours, *theirs = row.split("|")
+        for name in re.findall(r"[\w.-]*[\w]", " ".join(theirs)):
+            found = find(name.lstrip("-"), OTHER_NAMES).partition("=")[0]
+            if len(name) > 4 and found:
+                assert found in (*re.findall(r"`([^`]+)`", ours), "batch_size"), name
+                checked += 1
+    assert checked > 40
