@@ -113,7 +113,7 @@ def test_the_messages_of_troubleshooting_are_in_the_code():
 
 
 def test_names_of_others_lead_to_the_keys_that_a_refusal_names():
-    """Of the table of docs/coming_from.md, as far as areal_megatron/other_names.py has them."""
+    """The table of docs/coming_from.md, as far as areal_megatron/other_names.py has them."""
     checked = 0
     for row in re.findall(r"^\| (`.*) \|$", (ROOT / "docs" / "coming_from.md").read_text(), re.MULTILINE):
         ours, *theirs = row.split("|")
