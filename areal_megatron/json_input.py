@@ -10,7 +10,7 @@ import re
 import stat
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -19,6 +19,8 @@ from areal_megatron.errors import first_line, printable
 
 Record = TypeVar("Record")
 
+Number = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
+"""A number or size of files in a record: what a damaged byte has made of it is none of them."""
 MOST_LEVELS = 100
 """Most lists and objects within each other: what can be read can then also be compared, copied and written."""
 MOST_BYTES = 64 * 2**20

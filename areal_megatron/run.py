@@ -37,7 +37,7 @@ from areal_megatron import descriptors, lifeline, private
 from areal_megatron.config import ConfigError
 from areal_megatron.credentials import Credentials, new_credentials
 from areal_megatron.files import numbered, numbers, write_atomically, write_once
-from areal_megatron.json_input import read_record
+from areal_megatron.json_input import Number, read_record
 from areal_megatron.private import Rights
 
 CONTROLLER = "controller"
@@ -89,21 +89,21 @@ class SecretKeys(NamedTuple):
 class IncarnationStart:
     """Where an incarnation of a run (one launch of it) begins."""
 
-    incarnation: int
+    incarnation: Number
     """Its number; the first is 0."""
-    version: int = 0
+    version: Number = 0
     """The policy version that it begins with."""
-    batches: int = 0
+    batches: Number = 0
     """The number of batches trained before it."""
     checkpoint: str = ""
     """Folder of the checkpoint that it begins from; empty: it begins from the model of model.path."""
-    after: int | None = None
+    after: Number | None = None
     """The incarnation of this run that wrote the checkpoint; None if there is none, or if it is another run's."""
     time: float = field(default=0.0, compare=False)
     """When the launcher began it, in seconds since the epoch."""
     launcher: str = field(default="", compare=False)
     """The launcher that began it, see `this_process`."""
-    lease: int = field(default=0, compare=False)
+    lease: Number = field(default=0, compare=False)
     """Number of the lease that the launcher held."""
 
 

@@ -35,6 +35,7 @@ import msgspec
 from areal_megatron.config import CheckpointConfig, ConfigError
 from areal_megatron.errors import first_line, printable
 from areal_megatron.files import set_aside, sync_folder, sync_path, write_atomically
+from areal_megatron.json_input import Number
 from areal_megatron.run import IncarnationStart, Run, line_of
 
 _NAME = re.compile(r"version-(\d+)")
@@ -55,7 +56,7 @@ _READ_BYTES = 4 * 2**20
 class Written(NamedTuple):
     """What a file must hold."""
 
-    size: int
+    size: Number
     crc: int
     """zlib.crc32 of the file."""
 
@@ -88,9 +89,9 @@ class SavedCheckpoint:
 class _Seal(msgspec.Struct, forbid_unknown_fields=True):
     """The content of complete.json."""
 
-    version: int
-    batches: int
-    incarnation: int
+    version: Number
+    batches: Number
+    incarnation: Number
     files: dict[str, Written]
 
 
