@@ -96,7 +96,7 @@ def commit() -> str:
         return ""
     command = ["git", "-C", str(root), "rev-parse", "--short", "HEAD"]
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
+        return subprocess.run(command, capture_output=True, encoding="utf-8", timeout=5, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return ""
 

@@ -198,7 +198,7 @@ PAGES = {"docs/keys.md": keys, "docs/commands.md": commands}
 
 def main() -> None:
     for path, made in PAGES.items():
-        (ROOT / path).write_text(made())
+        (ROOT / path).write_text(made(), encoding="utf-8")
 
 
 if __name__ == "__main__":

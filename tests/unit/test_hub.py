@@ -52,7 +52,7 @@ def set_hub(monkeypatch, address):
 @pytest.fixture
 def model(server, world):
     repository = server.model("Tiny/Model-1.5B", world / "model")
-    more = {"original/consolidated.00.pth": b"x" * 100, "original/params.json": b"{}", TEMPLATE: b"{{ tools }}"}
+    more = {"original/consolidated.00.pth": b"x" * 100, "original/params.json": b"{}"}
     repository.commits[repository.branches["main"]] |= more
     return repository
 
@@ -67,6 +67,7 @@ def refused(call, *arguments):
 
 def test_a_model_is_fetched_once_and_then_found_without_the_hub(server, model, monkeypatch, capsys):
     sha = model.branches["main"]
+    model.commits[sha][TEMPLATE] = b"{{ tools }}"
     folder = model_folder("Tiny/Model-1.5B", "model.path")
     assert Path(folder).name == sha and sha in capsys.readouterr().err
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in Path(folder).iterdir()}

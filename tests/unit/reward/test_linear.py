@@ -140,6 +140,7 @@ READERS = {
     ],
     formats.text_of: [lambda text: formats.text_of([{"role": "user", "content": text}] * 2)],
     formats.field: [lambda text: formats.field({"a": text}, "a", (str,), "x:1")],
+    formats.example_of: [lambda text: formats.example_of({"prompt": text, "response": text}, "x:1")],
     formats.prompt_of: [lambda text: formats.prompt_of({"prompt": text}, "x:1")],
     formats.read_item: [
         lambda text: quietly(formats.read_item, {"prompt": text, "answer": text}, "x:1", [0]),
@@ -160,6 +161,7 @@ ELSEWHERE = {
     "check_isolation": "a key of the config",
     "serve": "hands texts to what is measured here",
     "is_score": "no text is one",
+    "check_name": "a name from the config",
     "load_group_function": "a name from the config",
     "problem_with_answers": "a name from the config",
     "checked_terms": "numbers that a function of the user's returns",
