@@ -43,10 +43,10 @@ class Service:
 
     def __init__(self, host: str, keys: SecretKeys, handle: Callable[[Request], Awaitable[Reply | EncodedBatch]]):
         self._handle = handle
-        inner = zmq.Context.instance().socket(zmq.ROUTER)
-        inner.set_hwm(0)  # as in front.py
-        self._front = Front(inner, host, keys)
-        self._socket = zmq.asyncio.Socket.from_socket(inner)
+        self._inner = zmq.Context.instance().socket(zmq.ROUTER)
+        self._inner.set_hwm(0)  # as in front.py
+        self._front = Front(self._inner, host, keys)
+        self._socket = zmq.asyncio.Socket.from_socket(self._inner)
         self.endpoint = self._front.endpoint
         self.dropped = 0
         """The number of messages, all of holders of the trainers' key, that were none of this protocol."""
@@ -62,6 +62,7 @@ class Service:
     def close(self) -> None:
         self._front.close()
         self._socket.close(linger=0)
+        self._inner.close(linger=0)  # else it closes, when it is collected, the socket that has its address then
 
     async def _watch_front(self) -> None:
         while (code := self._front.exit_code) is None:

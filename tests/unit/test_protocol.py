@@ -1,11 +1,13 @@
 """Trainers' client against the controller's service over real sockets."""
 
 import asyncio
+import gc
 import secrets
 import threading
 
 import numpy as np
 import pytest
+import zmq
 
 from areal_megatron.controller.service import Service
 from areal_megatron.data.trajectory import BatchPart, Trajectory
@@ -135,3 +137,21 @@ def test_another_version_of_the_protocol_is_refused(connect):
 def test_a_refusal_carries_its_reason(connect):
     with pytest.raises(ControllerError, match="refused Publish: no engine is left"):
         connect().request(Publish(1, "127.0.0.1:1"))
+
+
+def test_a_service_that_has_ended_closes_no_socket_but_its_own():
+    """ZeroMQ gives the address of a closed socket to one that is made later."""
+    made = []
+
+    async def end_and_make():
+        service = Service("127.0.0.1", KEYS, answer)
+        service.close()
+        made.extend(zmq.Context.instance().socket(zmq.ROUTER) for _ in range(20))
+        del service
+        gc.collect()
+
+    for _ in range(8):
+        asyncio.run(end_and_make())
+    assert not any(socket.closed for socket in made)
+    for socket in made:
+        socket.close(linger=0)
