@@ -548,7 +548,7 @@ def _whole_numbers(text: str) -> list[int]:
     return sorted({int(part) for part in text.split(",")})
 
 
-def _options(arguments: list[str] | None) -> argparse.Namespace:
+def _parser() -> Parser:
     parser = Parser("areal_megatron.evaluate", __doc__)
     parser.add_argument(
         "model", metavar="MODEL", help="Hugging Face folder, OWNER/NAME of the hub, or the folder of a run"
@@ -601,6 +601,11 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         metavar="FILE.jsonl",
         help="write the rows of DATA here, each with its pass_rate, for rollout.draw_min_pass_rate",
     )
+    return parser
+
+
+def _options(arguments: list[str] | None) -> argparse.Namespace:
+    parser = _parser()
     options = parser.parse_args(arguments)
     positive = ("n", "max_new_tokens", "workers", "tp", "reward_timeout_s")
     given = {f"--{name.replace('_', '-')}": getattr(options, name) for name in positive}

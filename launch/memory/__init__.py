@@ -211,11 +211,10 @@ def _advice(config: Config, smaller: _Smaller, room: Callable[[Config], str | No
 
 def _roomier(config: Config, smaller: _Smaller) -> Iterator[tuple[str, Config]]:
     """Yields runs with the optimizer's states on the hosts, and then with ever shorter answers."""
-    on_host, rollout = replace(config.optimizer, on_host=True), config.rollout
-    for part in (1, 2, 4, 8, 16):
-        shorter = replace(rollout, max_new_tokens=rollout.max_new_tokens // part)
-        less = replace(config, optimizer=on_host, rollout=shorter if config.mode == "rl" else rollout)
-        text = "optimizer.on_host=true" + f" rollout.max_new_tokens={shorter.max_new_tokens}" * (part > 1)
+    on_host, longest = replace(config.optimizer, on_host=True), config.rollout.max_new_tokens
+    for part in (1, 2, 4, 8, 16) if config.mode == "rl" else (1,):
+        less = replace(config, optimizer=on_host, rollout=replace(config.rollout, max_new_tokens=longest // part))
+        text = "optimizer.on_host=true" + f" rollout.max_new_tokens={longest // part}" * (part > 1)
         yield text, less
         for more, changed in smaller(less):
             yield f"{text} {more}", changed
