@@ -245,7 +245,8 @@ def test_it_is_readable_and_what_models_say_stays_text(tmp_path, model, browser,
 def test_a_run_that_has_not_begun(tmp_path, model, browser):  # noqa: F811
     with looked_at(browser, tmp_path / "run", width=400) as page:
         page.wait("document.getElementById('state').textContent === 'has not begun'")
-        assert fits(page) and "The run has not begun." in page.value("document.body.innerText")
+        page.wait("document.body.innerText.includes('The run has not begun.')")
+        assert fits(page)
         if folder := os.environ.get("SCREENSHOTS"):
             page.screenshot(Path(folder) / "live-empty.png")
         make(tmp_path, model)[1].close()
