@@ -5,9 +5,9 @@ Each class has a partner on the engine's side:
 | trainer rank | engine rank | what they are |
 |---|---|---|
 | Publisher | Receiver (receive.py) | what the process itself calls, from its start to its end |
-| TrainerRank | Shard (staging.py) | what all links of the rank share |
-| Outlet | Inlet (staging.py) | the rank's end of a link, for one generation; it owns the transport.Link |
-| Transmission | Reception (staging.py) | one update, on a thread of its own |
+| TrainerRank | Shard (reception.py) | what all links of the rank share |
+| Outlet | Inlet (reception.py) | the rank's end of a link, for one generation; it owns the transport.Link |
+| Transmission | Reception (reception.py) | one update, on a thread of its own |
 | Parcel | `places` and `copies` of the Inlet | one message: its flat tensor, and what fills it or takes from it |
 
 With `reshard.update` `delta` or `auto`, what has changed since the version of an engine is sent in place of a message
@@ -39,11 +39,12 @@ import torch
 from torch import Tensor
 
 from areal_megatron.observe.timeline import Timeline
+from areal_megatron.reshard.carriers.streams import Dialer
+from areal_megatron.reshard.copies import Copies, bind, pack
 from areal_megatron.reshard.plan import Bucket, Plan, Planner
 from areal_megatron.reshard.published import Choice, Cost, Publications
 from areal_megatron.reshard.session import publication, version_of
-from areal_megatron.reshard.streams import Dialer
-from areal_megatron.reshard.transport import Copies, Deadline, Link, LinkError, Members, Message, bind, connect, pack
+from areal_megatron.reshard.transport import Deadline, Link, LinkError, Members, Message, connect
 from areal_megatron.run import RunError
 
 _LOOKING = ThreadPoolExecutor(2, thread_name_prefix="changes")

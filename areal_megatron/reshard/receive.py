@@ -1,8 +1,8 @@
 """vLLM's weight transfer backend "areal": the engine's side of weight updates, the partner of publish.py.
 
 Publisher there and Receiver here are what their processes call; publish.py lists the partners of both sides. vLLM stops
-generation during every call into the Receiver, so everything but the commit runs on background threads (staging.py). A
-failed update leaves the old weights complete.
+generation during every call into the Receiver, so everything but the commit runs on background threads (reception.py).
+A failed update leaves the old weights complete.
 
 A call may raise on the last rank only: vLLM (0.32, multiproc_executor.py) stops reading replies at the first failure,
 and an unread reply is then taken for the reply to the next call. So the ranks agree on a problem before one of them
@@ -39,10 +39,10 @@ from areal_megatron.config import ConfigError
 from areal_megatron.credentials import Credentials
 from areal_megatron.network import CREDENTIALS_FILE, Site, address
 from areal_megatron.reshard.boxes import LayoutError
+from areal_megatron.reshard.carriers.streams import Listener
 from areal_megatron.reshard.engine_layout import EngineSizes
+from areal_megatron.reshard.reception import Inlet, Live, Reception, Shard, reserve
 from areal_megatron.reshard.session import ABORT_BODY, ROOM, LinkInfo
-from areal_megatron.reshard.staging import Inlet, Live, Reception, Shard, reserve
-from areal_megatron.reshard.streams import Listener
 from areal_megatron.reshard.transport import LinkError
 
 log = init_logger("vllm.areal_megatron.receive")

@@ -2,8 +2,8 @@
 
 Weights travel over a process group of the link's own: gloo between CPUs, NCCL between GPUs, or gloo between buffers in
 the memory of the host (`reshard.link=host`); to an engine at another site over TLS streams, which also carry the
-engine's use of the keys (streams.py). What the ranks have to tell each other they write under keys of the trainers'
-TCPStore, with a prefix of the link's own:
+engine's use of the keys (carriers/streams.py). What the ranks have to tell each other they write under keys of the
+trainers' TCPStore, with a prefix of the link's own:
 
 | key | set by | value |
 |---|---|---|
@@ -26,7 +26,7 @@ are unusable after a timeout, so the controller gives the link a new generation.
 | an optimizer step that waits until the parameters have been read | timeout_s + 1 s | publish.Transmission |
 | an engine rank, from /start_weight_update until it has its last message | timeout_s | staging.Reception |
 | connecting to the store; an operation of an NCCL group | timeout_s | `connect`, `_nccl_group` |
-| connecting to an engine at another site; an answer about its keys | timeout_s | streams.py |
+| connecting to an engine at another site; an answer about its keys | timeout_s | carriers/streams.py |
 | a member that waits for the others, or for the name of NCCL's group | the update's own | `Link.meet` |
 | one attempt of gloo to connect a pair of ranks; it makes GLOO_TRIES | timeout_s / GLOO_TRIES | `_gloo_group` |
 | the controller, which waits for the trainers' report | 2 × timeout_s | controller/updates.py |
@@ -51,20 +51,18 @@ import os
 import threading
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from math import inf
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from areal_megatron.errors import first_line
-from areal_megatron.reshard.changes import bits
+from areal_megatron.reshard.carriers.streams import KEYS, Dialer, Listener, RemoteKeys, Stream, Streams, serve_keys
 from areal_megatron.reshard.plan import Bucket, Plan
-from areal_megatron.reshard.streams import KEYS, Dialer, Listener, RemoteKeys, Stream, Streams, serve_keys
 
 POLL_S = (0.001, 0.005)
 """The pause between two looks at the store: the first, and the longest, to which it grows."""
@@ -460,55 +458,6 @@ class Message:
         if self._deliver:
             self._deliver()
         self.is_over = True
-
-
-Copies = tuple[list[Tensor], list[Tensor]] | tuple[list[np.ndarray], list[np.ndarray]]
-"""Views into parameters, and views of the same shapes into a message: arrays on a CPU if no element need be cast."""
-
-
-def bind(pieces: Iterable, parameters: Mapping[str, Tensor], flat: Tensor) -> Copies:
-    """Returns views of `pieces` in their parameters, and of their places in the message `flat`, one after another."""
-    held, packed, offset = [], [], 0
-    for piece in pieces:
-        views = list(piece.views(parameters))
-        held += views
-        packed += flat[offset : offset + piece.box.size].view(len(views), *views[0].shape).unbind()
-        offset += piece.box.size
-    if flat.device.type == "cpu" and all(view.dtype == flat.dtype for view in held):
-        return [_array(view) for view in held], [_array(place) for place in packed]
-    return held, packed
-
-
-def pack(copies: Copies) -> None:
-    """Copies parameters into the message, cast to its dtype."""
-    held, packed = copies
-    _copy(packed, held)
-
-
-def unpack(copies: Copies) -> None:
-    """Copies the message into the parameters."""
-    held, packed = copies
-    _copy(held, packed)
-
-
-def _array(view: Tensor) -> np.ndarray:
-    """Returns the same memory as integers, because numpy has no bfloat16."""
-    return bits(view).numpy()
-
-
-def settle(device: torch.device) -> None:
-    """Returns when everything that this thread has issued on `device` is done."""
-    if device.type != "cpu":
-        torch.get_device_module(device).current_stream(device).synchronize()
-
-
-@torch.no_grad()
-def _copy(targets: list, sources: list) -> None:
-    if targets and isinstance(targets[0], np.ndarray):
-        for target, source in zip(targets, sources, strict=True):
-            np.copyto(target, source)  # memcpy, which may go past the caches (launch/orders.py); torch's copy does not
-    else:
-        torch._foreach_copy_(targets, sources)
 
 
 def library() -> str:

@@ -91,8 +91,8 @@ def _kv_note(config: Config, hf_config: Mapping[str, Any], size: int, on_cuda: b
 
 
 def _staging(layout: Layout, element: int, config: Config, on_cuda: bool) -> int:
-    """The bytes of reshard/staging.reserve: a second copy of the shard, or, if `streamed`, room for its largest layer,
-    for two buckets and for changes."""
+    """The bytes of reshard/reception.reserve: a second copy of the shard, or, if `streamed`, room for its largest
+    layer, for two buckets and for changes."""
     sizes = _sizes(layout, element)
     everything = sum(sizes.values())
     if config.reshard.staging != "streamed":

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from areal_megatron.models.architecture import read_config
+from areal_megatron.reshard.copies import bind, pack, unpack
 from areal_megatron.reshard.engine_layout import EngineSizes
 from areal_megatron.reshard.plan import Planner
 from areal_megatron.reshard.trainer_layout import MegatronSizes
-from areal_megatron.reshard.transport import bind, pack, unpack
 from tests.support.reshard_oracle import megatron_shard, vllm_parameters, write_model
 
 TP = 2

@@ -8,12 +8,12 @@ import torch
 
 from areal_megatron.engine.server import reserve_ports
 from areal_megatron.observe.timeline import Timeline
+from areal_megatron.reshard.carriers.streams import Listener
 from areal_megatron.reshard.engine_layout import EngineSizes
 from areal_megatron.reshard.plan import Planner
 from areal_megatron.reshard.publish import Publisher
+from areal_megatron.reshard.reception import Inlet, Reception, Shard, reserve
 from areal_megatron.reshard.session import LinkInfo
-from areal_megatron.reshard.staging import Inlet, Reception, Shard, reserve
-from areal_megatron.reshard.streams import Listener
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 from tests.support.link_store import open_store
 from tests.support.reshard_oracle import megatron_shard, vllm_parameters

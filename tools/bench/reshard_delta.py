@@ -231,8 +231,8 @@ def engine_role(setup: Mapping[str, Any]) -> None:
     import torch
 
     from areal_megatron.reshard.engine_layout import EngineSizes, layout
+    from areal_megatron.reshard.reception import Inlet, Reception, Shard, reserve
     from areal_megatron.reshard.session import LinkInfo
-    from areal_megatron.reshard.staging import Inlet, Reception, Shard, reserve
 
     shapes = layout(setup["config"], EngineSizes(), 0).parameters
     inlets: list[Inlet] = []

@@ -1,7 +1,7 @@
 """The cost of packing, casting and unpacking on one device: `reshard.py --device cuda|cpu`.
 
 One process without vLLM and without a network packs and unpacks every bucket of the plan from a TP2×PP2 trainer to a
-TP2 engine as reshard/publish.py and reshard/staging.py do, on a stream of its own. The time is compared with plain
+TP2 engine as reshard/publish.py and reshard/reception.py do, on a stream of its own. The time is compared with plain
 copies between contiguous buffers: as many calls that read and write as many bytes. Then the whole model is moved from
 the trainer's shards into the engine's, with one more copy in place of the link, and compared with the checkpoint from
 which the trainer's shards were filled.
@@ -21,11 +21,11 @@ from torch import Tensor
 from areal_megatron.checkpoint.hf import checkpoint_layout
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.reshard.boxes import Layout
+from areal_megatron.reshard.copies import bind, pack, unpack
 from areal_megatron.reshard.engine_layout import EngineSizes
 from areal_megatron.reshard.plan import Plan, Planner, largest_bucket
 from areal_megatron.reshard.publish import Outlet, TrainerRank
 from areal_megatron.reshard.trainer_layout import MegatronSizes
-from areal_megatron.reshard.transport import bind, pack, unpack
 from tools.bench.figures import line, spreads
 
 QWEN_1_5B = {

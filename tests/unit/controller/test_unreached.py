@@ -23,8 +23,8 @@ from areal_megatron.reshard import engine_layout, trainer_layout
 from areal_megatron.reshard.engine_layout import EngineSizes
 from areal_megatron.reshard.plan import Planner
 from areal_megatron.reshard.publish import Publisher
+from areal_megatron.reshard.reception import Inlet, Reception, Shard, reserve
 from areal_megatron.reshard.session import LinkInfo
-from areal_megatron.reshard.staging import Inlet, Reception, Shard, reserve
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 from areal_megatron.run import Run
 from tests.support.link_store import open_store

@@ -36,8 +36,8 @@ from areal_megatron.models.architecture import architecture, read_config
 from areal_megatron.models.flops import SequenceFlops
 from areal_megatron.reshard import engine_layout
 from areal_megatron.reshard.engine_layout import EngineSizes
+from areal_megatron.reshard.reception import reserve
 from areal_megatron.reshard.session import ROOM
-from areal_megatron.reshard.staging import reserve
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -9,11 +9,12 @@ import torch
 
 from areal_megatron.models.architecture import read_config
 from areal_megatron.reshard.changes import bits, decode, zstd
+from areal_megatron.reshard.copies import bind, pack, unpack
 from areal_megatron.reshard.edits import Places
 from areal_megatron.reshard.plan import Planner
 from areal_megatron.reshard.published import Choice, Cost, HostMemory, Kept, Publications
 from areal_megatron.reshard.session import COMPARED, FEW_CHANGES
-from areal_megatron.reshard.transport import Link, bind, pack, unpack
+from areal_megatron.reshard.transport import Link
 from tests.support.links import Pools
 from tests.support.reshard_oracle import MODELS, megatron_shard, vllm_parameters, write_model
 from tests.unit.reshard.test_layouts import PLANS, ids

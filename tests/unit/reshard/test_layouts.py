@@ -14,10 +14,10 @@ from areal_megatron.config import ConfigError
 from areal_megatron.models.architecture import architecture, read_config
 from areal_megatron.reshard import engine_layout, plan, trainer_layout
 from areal_megatron.reshard.boxes import Box, Layout, LayoutError, Piece, expand
+from areal_megatron.reshard.copies import bind, pack, unpack
 from areal_megatron.reshard.engine_layout import EngineSizes
 from areal_megatron.reshard.plan import Planner
 from areal_megatron.reshard.trainer_layout import MegatronSizes
-from areal_megatron.reshard.transport import bind, pack, unpack
 from tests.support.reshard_oracle import EXPERTS, MODELS, SIZES, megatron_shard, vllm_parameters, write_model
 
 TRAINERS = [

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from areal_megatron.models.architecture import read_config
-from areal_megatron.reshard import staging, transport
+from areal_megatron.reshard import reception, transport
 from areal_megatron.reshard.plan import Planner
 from areal_megatron.reshard.transport import Deadline, Link, LinkError, Members
 from tests.support.link_store import open_store
@@ -277,8 +277,8 @@ def test_a_commit_ends_when_the_device_has_done_it(pools, monkeypatch):
     done = []
     link.shards[0] = replace(link.shards[0], repack=lambda: done.append("repacked"))
     for name in ("unpack", "settle"):
-        whole = getattr(staging, name)
-        monkeypatch.setattr(staging, name, lambda *a, name=name, whole=whole: (done.append(name), whole(*a)))
+        whole = getattr(reception, name)
+        monkeypatch.setattr(reception, name, lambda *a, name=name, whole=whole: (done.append(name), whole(*a)))
     link.join(1)
     link.update(1)
     assert done[-2:] == ["repacked", "settle"] and done.count("unpack") == len(link.inlets[0].buckets)

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from areal_megatron.credentials import Credentials, new_credentials
-from areal_megatron.reshard import streams
-from areal_megatron.reshard.streams import Dialer, Listener, RemoteKeys, Stream, Streams, serve_keys
+from areal_megatron.reshard.carriers import streams
+from areal_megatron.reshard.carriers.streams import Dialer, Listener, RemoteKeys, Stream, Streams, serve_keys
 from tests.support.probing import probed
 
 LINK = "10.0.0.1:1 0/1"

@@ -33,24 +33,14 @@ from torch import Tensor
 
 from areal_megatron.reshard import engine_layout
 from areal_megatron.reshard.boxes import LayoutError
+from areal_megatron.reshard.carriers.streams import Listener
 from areal_megatron.reshard.changes import Changes, ChangesError, bits, decode
+from areal_megatron.reshard.copies import Copies, bind, pack, settle, unpack
 from areal_megatron.reshard.edits import Edit, Places, Room, move
 from areal_megatron.reshard.engine_layout import EngineSizes
 from areal_megatron.reshard.plan import Bucket, Plan, largest_bucket
 from areal_megatron.reshard.session import LinkInfo
-from areal_megatron.reshard.streams import Listener
-from areal_megatron.reshard.transport import (
-    Copies,
-    Deadline,
-    Link,
-    LinkError,
-    Members,
-    Message,
-    bind,
-    pack,
-    settle,
-    unpack,
-)
+from areal_megatron.reshard.transport import Deadline, Link, LinkError, Members, Message
 
 _EDITED = 1 / 16
 """Changes are written one by one at a commit if they take up to so much of their message's place; above, copying the
