@@ -33,6 +33,7 @@ from areal_megatron.errors import first_line
 from areal_megatron.files import read_replaced, write_json
 from areal_megatron.json_input import read_record
 from areal_megatron.observe.metrics import MetricsReader, scalars
+from areal_megatron.observe.shown_answers import HEAD, TABLE, read_answers
 from areal_megatron.observe.trackers import TrackedRun, Tracker, check_trackers, open_tracker, without_secrets
 from areal_megatron.run import Run
 from areal_megatron.shown import guard
@@ -94,6 +95,7 @@ class Mirror:
         )
         self._shown = noted.lines if noted else 0
         self._tracker: Tracker = open_tracker(name, tracked)
+        self._takes_tables = True
         self._save()
 
     def update(self) -> None:
@@ -109,9 +111,22 @@ class Mirror:
                 values = scalars(record["kind"], {key: value for key, value in record.items() if key not in _OWN})
                 if values:
                     self._tracker.log(self._read, record["time"], record["version"], values)
+                if record["kind"] == "eval" and self._takes_tables:
+                    self._show_answers(record["version"])
         if self._read > self._shown:
             self._shown = self._read
             self._save()
+
+    def _show_answers(self, version: int) -> None:
+        """Brings the tracker the answers of an evaluation, as a table. The numbers are worth more: if it fails they are
+        brought without tables from then on."""
+        try:
+            if answers := read_answers(self._run, version):
+                self._tracker.table(self._read, version, TABLE, HEAD, [answer.row for answer in answers])
+        except Exception as e:  # a tracker may raise anything
+            self._takes_tables = False
+            said = without_secrets(first_line(e))
+            print(f"warning: no answers of evaluations are shown: {said}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         """Returns when the tracker has written or sent everything."""

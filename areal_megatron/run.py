@@ -5,7 +5,7 @@ runs/NAME/ (0700) config.yaml · secret, *.key, site.pem (0600) · endpoints/PRO
            timeline/PROCESS.jsonl · leases/00002.json (launch/lease.py) · incarnations/00003.json
            ledger/trainer-REPLICA.00003.jsonl · metrics.jsonl · status.json · processes.json · tensorboard/ · hf/
            report.html · trackers/ · trajectories/ (data/dumps.py) · checkpoints/ (checkpoint/folder.py)
-           exports/version-000012/ · faults.json · stop
+           exports/version-000012/ · evaluations/00012.json · faults.json · stop
 ```
 Processes are named `controller`, `engine-E`, `reward-E` and `trainer-RANK`: CONTROLLER, `engine_name`,
 `reward_engine_name`, `trainer_name`.
@@ -157,6 +157,7 @@ class Run:
         self.hf = self.folder / "hf"
         self.checkpoints = self.folder / "checkpoints"
         self.exports = self.folder / "exports"
+        self.evaluations = self.folder / "evaluations"
         self.trajectories = self.folder / "trajectories"
         self.incarnations = self.folder / "incarnations"
         self.leases = self.folder / "leases"

@@ -71,6 +71,7 @@ from areal_megatron.models.flops import SequenceFlops
 from areal_megatron.network import address
 from areal_megatron.observe.background import close_all
 from areal_megatron.observe.metrics import MetricsWriter, StatusWriter
+from areal_megatron.observe.shown_answers import AnswersWriter
 from areal_megatron.observe.startup import Startup
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.protocol import (
@@ -118,6 +119,7 @@ class Controller:
         )
         self.timeline = Timeline(run.timeline(CONTROLLER), CONTROLLER)
         self.metrics, self.status = MetricsWriter(run), StatusWriter(run)
+        self.answers = AnswersWriter(run, self.metrics)
         self.environments = Environments(config, tokenizer, run)
         self.changed = Changed()
         self.fleet = Fleet(config, run, self.hf_config, self.schedule, self.changed, events=self)
@@ -131,7 +133,8 @@ class Controller:
         )
         self.generation = Generation(config, self.schedule, self.sampler, prompts, self.changed, tokenizer)
         self.evaluations = EvaluationQueue(
-            Evaluation(config, self.sampler, held_out, self.changed), partial(self.metrics.write, "eval")
+            Evaluation(config, self.sampler, held_out, self.changed, tokenizer.decode, self.answers),
+            partial(self.metrics.write, "eval"),
         )
         self.probe = Probe(config, self.fleet.engines, self.changed)
         self.batches = Batches(
@@ -208,7 +211,7 @@ class Controller:
         await self.environments.close()
         await self.fleet.close()
         timelines = [engine.timeline for engine in self.fleet.engines]
-        await asyncio.to_thread(close_all, [self.status, self.metrics, self.timeline, *timelines])
+        await asyncio.to_thread(close_all, [self.status, self.answers, self.metrics, self.timeline, *timelines])
 
     async def _handle(self, message: Request) -> Reply:
         match message:

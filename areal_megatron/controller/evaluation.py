@@ -25,6 +25,7 @@ from areal_megatron.data.files import file_names
 from areal_megatron.data.prompts import Prompt
 from areal_megatron.engine.client import EngineError
 from areal_megatron.observe.estimates import figures
+from areal_megatron.observe.shown_answers import SHOWN, AnswersWriter, ShownAnswer, evenly
 from areal_megatron.observe.status import EngineState
 from areal_megatron.workflows.episode import EpisodeSpec
 from areal_megatron.workflows.runner import ScoredTranscript
@@ -64,12 +65,24 @@ class _Answer:
 class Evaluation:
     """Evaluates versions on the prompts of data.eval that fit."""
 
-    def __init__(self, config: Config, sampler: Sampler, prompts: Sequence[Prompt], changed: Changed):
-        """`changed` is notified when an engine may have room, or may be lost."""
+    def __init__(
+        self,
+        config: Config,
+        sampler: Sampler,
+        prompts: Sequence[Prompt],
+        changed: Changed,
+        decode: Callable[[list[int]], str],
+        shown: AnswersWriter,
+    ):
+        """`changed` is notified when an engine may have room, or may be lost; `decode` gives the text of an answer's
+        tokens, and `shown` keeps the first answers to SHOWN of the prompts."""
         self._config, self._sampler, self._changed = config, sampler, changed
+        self._decode, self._shown = decode, shown
         fits = [sampler.of(prompt).fits(len(prompt.tokens)) for prompt in prompts]
         self._asked = [prompt for prompt, fit in zip(prompts, fits, strict=True) if fit]
         self._too_long = [prompt for prompt, fit in zip(prompts, fits, strict=True) if not fit]
+        self._first: dict[int, ScoredTranscript | None] = {prompt.id: None for prompt in evenly(self._asked, SHOWN)}
+        """The first answers to the prompts that are shown, as far as they are known; by their ids."""
         self._share = config.eval.share
         self._held: Counter[int] = Counter()
         """Answers that engines owe, by engine."""
@@ -97,6 +110,7 @@ class Evaluation:
         if not answers:
             log.error("version %d is not evaluated: the rewards of all answers failed, see the log above", version)
             return None
+        await asyncio.to_thread(self._show, version)  # before the line in metrics.jsonl, which trackers follow
         found = await asyncio.to_thread(self._figures, answers)  # resampling would hold up requests
         return found | {"seconds": (end - start) / 1e9}
 
@@ -111,6 +125,7 @@ class Evaluation:
             _Request(prompt, first, min(most, n - first)) for prompt in self._asked for first in range(0, n, most)
         )
         self._held.clear()
+        self._first = dict.fromkeys(self._first)
         async with asyncio.TaskGroup() as tasks:
             while queue or self._held.total():
                 engine = self._with_room(version, queue[0].n) if queue else None
@@ -135,6 +150,8 @@ class Evaluation:
             queue.appendleft(request)
         elif self._sampler.of(prompt).episodes is None:
             sampled = await self._sampler.scored(prompt, sampled)
+        if sampled and request.first == 0 and prompt.id in self._first:
+            self._first[prompt.id] = sampled[0]
         answers += (_answer(prompt, ended) for ended in sampled or () if not ended.score.failed)
         self._held[engine.index] -= request.n
         self._changed.notify()
@@ -157,6 +174,10 @@ class Evaluation:
             )
         room = self._room(self._share) - n
         return min((e for e in able if self._held[e.index] <= room), key=lambda e: e.running, default=None)
+
+    def _show(self, version: int) -> None:
+        known = [(prompt, first) for prompt in self._asked if (first := self._first.get(prompt.id))]
+        self._shown.write(version, [_shown(prompt, first, self._decode) for prompt, first in known])
 
     def _figures(self, answers: Sequence[_Answer]) -> dict[str, Any]:
         n = self._config.eval.n
@@ -238,4 +259,16 @@ def _answer(prompt: Prompt, ended: ScoredTranscript) -> _Answer:
         score.truncated,
         context.length,
         context.versions[context.loss_mask == 1],
+    )
+
+
+def _shown(prompt: Prompt, first: ScoredTranscript, decode: Callable[[list[int]], str]) -> ShownAnswer:
+    score = first.score
+    return ShownAnswer(
+        prompt=prompt.text,
+        answer=prompt.answer,
+        response=decode(first.context.answer),
+        score=None if score.failed else score.score,
+        correct=score.correct,
+        truncated=score.truncated,
     )

@@ -13,7 +13,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from numbers import Integral, Real
 from typing import Annotated, Any
@@ -69,6 +69,17 @@ class MetricsWriter:
         shown = scalars(kind, values)
         summary = self._summary(value=[self._summary.Value(tag=tag, simple_value=shown[tag]) for tag in shown])
         self._add_event(wall_time=now, step=version, summary=summary)
+
+    def table(self, name: str, version: int, head: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """Shows a table in TensorBoard, and nowhere else; its texts are shown as they are. Raises Replaced."""
+        from tensorboard.compat.proto.types_pb2 import DT_STRING
+
+        cells = [as_markdown(cell).encode() for row in (head, *rows) for cell in row]
+        shape = {"dim": [{"size": 1 + len(rows)}, {"size": len(head)}]}
+        tensor = {"dtype": DT_STRING, "tensor_shape": shape, "string_val": cells}
+        metadata = {"plugin_data": {"plugin_name": "text"}}
+        value = self._summary.Value(tag=name, metadata=metadata, tensor=tensor)
+        self._add_event(step=version, summary=self._summary(value=[value]))
 
     def flush(self) -> None:
         """Waits until everything is on the disk, at most background.FLUSH_S for each file. Raises Replaced."""
@@ -216,6 +227,11 @@ def scalars(kind: str, values: dict[str, Any]) -> dict[str, float]:
             else:
                 shown[tag] = figure
     return {f"{kind}/{key}": float(value) for key, value in shown.items() if isinstance(value, Real)}
+
+
+def as_markdown(cell: Any) -> str:
+    """Returns a cell of a table for those who take it for Markdown: text as a block of code, shown as it is."""
+    return "\n".join(f"    {line}" for line in str(cell).split("\n")) if isinstance(cell, str) else str(cell)
 
 
 def surviving(records: list[dict[str, Any]], version: int) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ import importlib.util
 import netrc
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 from areal_megatron.config import ConfigError, TrackConfig
 from areal_megatron.extras import EXTRAS
+from areal_megatron.observe.metrics import as_markdown
 
 
 class Tracker(Protocol):
@@ -29,6 +30,10 @@ class Tracker(Protocol):
     def log(self, number: int, time: float, version: int, values: Mapping[str, float]) -> None:
         """Adds the numbers of line `number` of metrics.jsonl, written at `time` (seconds since the epoch). `version` is
         the x axis. Raises whatever the tracker does."""
+
+    def table(self, number: int, version: int, name: str, head: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """Adds a table to those numbers, `name` of version `version`: names of columns, and cells that are texts or
+        numbers, or None. Texts are shown as they are. Raises whatever the tracker does."""
 
     def close(self) -> None:
         """Returns when everything is written or sent."""
@@ -79,6 +84,11 @@ class _WandB:
         # Its own step must grow, also over incarnations and in files that are uploaded later: versions do not.
         self._run.log({**values, "version": version, "_timestamp": time}, step=number)
 
+    def table(self, number: int, version: int, name: str, head: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        import wandb
+
+        self._run.log({name: wandb.Table(columns=list(head), data=[list(row) for row in rows])}, step=number)
+
     def close(self) -> None:
         self._run.finish()
 
@@ -91,12 +101,15 @@ class _MLflow:
 
         self._metric = Metric
         self._client = MlflowClient(None if tracked.online else f"sqlite:///{tracked.folder / 'mlflow.db'}")
+        own = "" if tracked.online else (tracked.folder / "artifacts").absolute().as_uri()
         if not tracked.is_new:
             self.id = tracked.id
-            self._client.update_run(self.id, status="RUNNING")
+            known = self._client.update_run(self.id, status="RUNNING") or self._client.get_run(self.id)
+            self._keeps_tables = known.info.artifact_uri.startswith(own)
             return
+        self._keeps_tables = True
         experiment = self._client.get_experiment_by_name(tracked.project)
-        where = experiment.experiment_id if experiment else self._client.create_experiment(tracked.project)
+        where = experiment.experiment_id if experiment else self._client.create_experiment(tracked.project, own or None)
         self.id = self._client.create_run(where, run_name=tracked.name).info.run_id
         shown = [Param(name, str(value)[:500]) for name, value in tracked.settings.items()]
         for begin in range(0, len(shown), 100):  # the most that one request may have
@@ -106,6 +119,12 @@ class _MLflow:
         metrics = [self._metric(_mlflow_name(name), value, int(time * 1000), version) for name, value in values.items()]
         for begin in range(0, len(metrics), 1000):
             self._client.log_batch(self.id, metrics[begin : begin + 1000])
+
+    def table(self, number: int, version: int, name: str, head: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        if not self._keeps_tables:  # their folder was that of the run before it was moved
+            return
+        table = {"columns": list(head), "data": [list(row) for row in rows]}
+        self._client.log_dict(self.id, table, f"{name}-{version:06d}.json")
 
     def close(self) -> None:
         self._client.set_terminated(self.id)
@@ -137,6 +156,10 @@ class _SwanLab:
     def log(self, number: int, time: float, version: int, values: Mapping[str, float]) -> None:
         self._swanlab.log(dict(values), step=version)
 
+    def table(self, number: int, version: int, name: str, head: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        table = self._swanlab.echarts.Table().add(list(head), [list(row) for row in rows])
+        self._swanlab.log({name: table}, step=version)
+
     def close(self) -> None:
         self._swanlab.finish()
 
@@ -162,6 +185,12 @@ class _Trackio:
 
     def log(self, number: int, time: float, version: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=version)
+
+    def table(self, number: int, version: int, name: str, head: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        import trackio
+
+        cells = [[as_markdown(cell) if isinstance(cell, str) else cell for cell in row] for row in rows]
+        self._run.log({name: trackio.Table(columns=list(head), data=cells)}, step=version)
 
     def close(self) -> None:
         self._run.finish()

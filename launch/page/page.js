@@ -211,6 +211,7 @@ function showCurves(all) {
       by("figures").append(head, make("p", {}, section.text), make("div", { className: "figures", id: `figures-${i}` }));
       by("sections").append(make("a", { href: `#section-${i}` }, section.title));
     });
+    if (evaluations.length) by("sections").append(make("a", { href: "#answers-head" }, "Answers"));
     if (!saved) by("sections").append(make("a", { href: "#trajectories-head" }, "Trajectories"));
     by("sections").append(make("a", { href: "#tables" }, "Figures of the run"));
   }
@@ -283,6 +284,46 @@ function complain(text) {
   by("problem").hidden = !text;
   set("problem", text);
 }
+
+// ---------------------------------------------------------------- answers at each evaluation
+
+let evaluations = [], evaluated = null; // the version that is chosen; null: the newest
+
+function showAnswers(all) {
+  evaluations = all.evaluations;
+  if (by("evaluated").hidden !== !evaluations.length) delete by("figures").dataset.names; // the links to sections
+  by("evaluated").hidden = !evaluations.length;
+  by("evaluation").replaceChildren(...evaluations.map(({ version, accuracy }) =>
+    make("option", { value: version }, `version ${version}${typeof accuracy === "number" ? `: ${share(accuracy)} right` : ""}`)));
+  showEvaluation();
+}
+
+function showEvaluation() {
+  const found = evaluations.findIndex(({ version }) => version === evaluated);
+  const at = found < 0 ? evaluations.length - 1 : found;
+  if (at < 0) return;
+  by("evaluation").selectedIndex = at;
+  by("earlier").disabled = at === 0;
+  by("later").disabled = at === evaluations.length - 1;
+  const names = ["prompt", "right answer", "answer", "score"];
+  by("answers").replaceChildren(
+    make("tr", {}, ...names.map((name, i) => make("th", { className: i === 3 ? "number" : "" }, name))),
+    ...evaluations[at].rows.map(({ cells, correct, truncated }) => make("tr", {}, ...cells.map((cell, i) => {
+      const text = i < 3 ? cell : `${cell === null ? "unknown" : short(cell)}${truncated ? " cut" : ""}`;
+      const made = make("td", { className: i < 3 ? "" : `number ${correct ? "right" : "wrong"}` }, make("div", {}, text));
+      made.dataset.name = names[i];
+      return made;
+    }))));
+}
+
+function choose(at) {
+  evaluated = at === evaluations.length - 1 ? null : evaluations[at].version;
+  showEvaluation();
+}
+
+by("evaluation").addEventListener("change", () => choose(by("evaluation").selectedIndex));
+by("earlier").addEventListener("click", () => choose(by("evaluation").selectedIndex - 1));
+by("later").addEventListener("click", () => choose(by("evaluation").selectedIndex + 1));
 
 // ---------------------------------------------------------------- trajectories
 
@@ -390,18 +431,24 @@ function failed(error) {
   } else complain(error.status ? error.message : "The server of this page does not answer. Is launch.status --web still running?");
 }
 
-let revision = -1, timer = null;
+let revision = -1, answers = -1, timer = null;
 
 async function look() {
   clearTimeout(timer);
   if (saved) {
     by("trained").hidden = true;
     showOverview(saved.overview);
+    showAnswers(saved.answers);
     return showCurves(saved.curves);
   }
   try {
     const run = await ask("api/overview");
     if (run.state) showOverview(run); // it has none before the first look at a slow file server
+    if (run.state && run.answers !== answers) {
+      const found = await ask("api/answers");
+      showAnswers(found);
+      answers = found.revision;
+    }
     if (run.revision !== revision) {
       if (run.revision >= 0) showCurves(await ask("api/curves"));
       revision = run.revision;

@@ -41,7 +41,7 @@ def write_report(run: Run, out: Path) -> None:
     if rows := _publish_rows(read_spans(run)):
         head = ("trainer, tokens/s of a rank", "steps that meet a publish", "other steps", "share kept")
         drawn["tables"].insert(1, {"title": "What publishing costs", "head": head, "rows": rows})
-    write_atomically(out, inlined({"overview": overview, "curves": drawn}))
+    write_atomically(out, inlined({"overview": overview, "curves": drawn, "answers": watched.answers()}))
 
 
 def inlined(saved: dict[str, Any]) -> str:

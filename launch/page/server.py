@@ -54,6 +54,7 @@ class Page:
         self._routes = {
             "/api/overview": self._overview,
             "/api/curves": self._curves,
+            "/api/answers": self._answers,
             "/api/trajectories": self._trajectories,
             "/api/trajectory": self._trajectory,
         }
@@ -113,6 +114,12 @@ class Page:
     async def _curves(self, request: web.BaseRequest) -> web.Response:
         await self._fresh()
         response = web.Response(body=self.watched.curves() or b"{}", content_type="application/json")
+        response.enable_compression()
+        return response
+
+    async def _answers(self, request: web.BaseRequest) -> web.Response:
+        await self._fresh()
+        response = _answer(self.watched.answers())
         response.enable_compression()
         return response
 

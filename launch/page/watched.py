@@ -9,6 +9,7 @@ from typing import Any
 
 from areal_megatron import config_file
 from areal_megatron.config import ConfigError
+from areal_megatron.launch.page.evaluated import Evaluated
 from areal_megatron.launch.page.history import MOST_POINTS, History
 from areal_megatron.launch.page.summary import tables
 from areal_megatron.launch.process_rows import HEAD, rows
@@ -31,7 +32,7 @@ class Watched:
 
     def __init__(self, run: Run):
         self.run, self.config = run, None
-        self.history = History(run)
+        self.history, self._evaluated = History(run), Evaluated(run)
         self._pulse, self._first, self._seen_at = Pulse(run, GONE_S), None, 0.0
         self._problem = ""
         self.status: dict[str, Any] = {}
@@ -45,7 +46,8 @@ class Watched:
             if self.config is None and self.run.config.exists():
                 self.config = config_file.load(self.run.config)
             self.history.update()
-            self._problem = self.history.problem
+            self._evaluated.update(self.history.evaluations)
+            self._problem = self.history.problem or self._evaluated.problem
         except (ConfigError, OSError) as e:
             self._problem = str(e)
         self._overview = self._look()
@@ -56,10 +58,18 @@ class Watched:
     def overview(self) -> dict[str, Any]:
         """What the last look has found; without a `state` before the first."""
         age_s = time.monotonic() - self._seen_at if self._seen_at else 0.0
-        return self._overview | {"revision": self._curves[0], "age_s": round(age_s, 1)}
+        return self._overview | {
+            "revision": self._curves[0],
+            "answers": self._evaluated.revision,
+            "age_s": round(age_s, 1),
+        }
 
     def curves(self) -> bytes:
         return self._curves[1]
+
+    def answers(self) -> dict[str, Any]:
+        """Returns the answers to the same prompts at each evaluation; `revision` changes when they do."""
+        return {"revision": self._evaluated.revision, "evaluations": self._evaluated.shown}
 
     def _look(self) -> dict[str, Any]:
         record, last = read_record(self.run), self.history.last

@@ -31,6 +31,7 @@ from areal_megatron.workflows.runner import runner_of
 from areal_megatron.workflows.sampling import Decoding
 from areal_megatron.workflows.scoring import Score
 from tests.support.reshard_oracle import CONFIG
+from tests.unit.controller.test_evaluation import Kept
 
 
 @pytest.mark.parametrize("n", range(1, 8))
@@ -405,7 +406,7 @@ def test_a_run_is_evaluated_as_it_evaluates_itself(world, tmp_path, workflow):
         )
         prompts = read_prompts(config, "eval", evaluation.tokenizer)
         try:
-            found = await Evaluation(config, sampler, prompts, Changed()).run(0)
+            found = await Evaluation(config, sampler, prompts, Changed(), str, Kept()).run(0)
             (own,) = evaluation.kinds
             scorer = environments.all[0].scorer
             kinds = [Environment(own, scorer, runner_of(own, evaluation.tokenizer, scorer))]

@@ -1,12 +1,13 @@
 """Evaluations beside a training that does not wait: what they ask of which engine, and the figures of the answers."""
 
 import asyncio
+from dataclasses import replace
 from math import comb
 
 import numpy as np
 import pytest
 
-from areal_megatron.config import Config, DataConfig, EvalConfig, ModelConfig, RolloutConfig
+from areal_megatron.config import Config, ConfigError, DataConfig, EvalConfig, ModelConfig, RolloutConfig
 from areal_megatron.controller.changed import Changed
 from areal_megatron.controller.engine import Engine
 from areal_megatron.controller.environment import Environment
@@ -16,8 +17,12 @@ from areal_megatron.controller.sampler import Sampler
 from areal_megatron.controller.schedule import Schedule
 from areal_megatron.data.prompts import Prompt
 from areal_megatron.engine.client import Completion, EngineError
+from areal_megatron.files import numbered
+from areal_megatron.observe.metrics import MetricsWriter
+from areal_megatron.observe.shown_answers import LONGEST, AnswersWriter, ShownAnswer, read_answers
 from areal_megatron.observe.status import EngineState
 from areal_megatron.observe.timeline import Timeline
+from areal_megatron.run import Run
 from areal_megatron.workflows import sampling
 from areal_megatron.workflows.sampling import Decoding, sampling_seed
 from areal_megatron.workflows.scoring import Score
@@ -68,7 +73,8 @@ class Even:
 
     def _score(self, completion):
         right = bool(completion.tokens[0] % 2 == 0)
-        score = Score(reward=5.0 * right, correct=right, truncated=len(completion.tokens) == 1, trained=True)
+        truncated = len(completion.tokens) == 1
+        score = Score(reward=5.0 * right, correct=right, truncated=truncated, trained=True, score=float(right))
         return score.failed_by("the service is away") if completion.tokens[0] in self.fails else score
 
 
@@ -113,11 +119,24 @@ def setting(tmp_path, monkeypatch):
     return make
 
 
+class Kept(dict):
+    """Stands in for AnswersWriter: {version: answers}."""
+
+    write = dict.__setitem__
+
+
+def decode(tokens):
+    return " ".join(map(str, tokens))
+
+
 @pytest.fixture
 def evaluate(setting):
     def run(*clients, version=0, prompts=PROMPTS, **options):
         config, sampler, changed = setting(*clients, **options)
-        return asyncio.run(Evaluation(config, sampler, prompts, changed).run(version)), sampler.engines
+        evaluation = Evaluation(config, sampler, prompts, changed, decode, run.kept)
+        return asyncio.run(evaluation.run(version)), sampler.engines
+
+    run.kept = Kept()
 
     return run
 
@@ -167,6 +186,49 @@ def test_answers_whose_rewards_failed_are_counted_and_left_out(evaluate, caplog)
     assert values is None and "version 0 is not evaluated: the rewards of all answers failed" in caplog.text
 
 
+def test_the_first_answers_to_eight_spaced_prompts_are_kept(evaluate):
+    """The same prompts each time; one too long is not asked, and a score that failed is unknown."""
+    prompts = [
+        Prompt(id=number, text=f"prompt {number}", answer=f"right {number}", tokens=[number], response_tokens=None)
+        for number in range(20)
+    ]
+    prompts[3] = replace(prompts[3], tokens=[1, 2, 3])
+    first = {number: sampling_seed(3, "eval", number) % 97 for number in range(20)}
+    for _ in range(2):
+        evaluate(Client("engine-0", version=9), prompts=prompts, n=3, fails={first[19]})
+        kept = evaluate.kept.pop(0)
+        assert [answer.prompt for answer in kept] == [f"prompt {n}" for n in (0, 4, 6, 9, 11, 14, 16, 19)]
+        for answer in kept:
+            number = int(answer.prompt.split()[1])
+            right = first[number] % 2 == 0
+            assert answer.answer == f"right {number}"
+            assert answer.response == decode([first[number]] * (number + 1))
+            assert answer.score == (None if first[number] == first[19] else right)
+            assert (answer.correct, answer.truncated) == (answer.score == 1, number == 0)
+    evaluate(Client("engine-0"), prompts=prompts[:2])
+    assert len(evaluate.kept[0]) == 2
+
+
+def test_what_is_kept_is_bounded_text(tmp_path):
+    run = Run(tmp_path / "run")
+    run.create()
+    metrics = MetricsWriter(run)
+    writer = AnswersWriter(run, metrics)
+    said = {"prompt": "p" * 10_000, "answer": "\x1b[2J\u202e" * 5000, "response": "a" + "\ud800" * 5000 + "z"}
+    kept = [ShownAnswer(**said, score=0.5, correct=False, truncated=True)]
+    writer.write(12, kept)
+    found = read_answers(run, 12)
+    assert found == kept and read_answers(run, 11) == []
+    (answer,) = found
+    assert max(map(len, answer.row[:3])) <= LONGEST and "".join(answer.row[:3]).isprintable()
+    assert answer.response[0] == "a" and answer.response[-1] == "z" and "\\ud800" in answer.response
+    numbered(run.evaluations, 12).write_bytes(b"[{}")
+    with pytest.raises(ConfigError, match=r"00012\.json is of another release or damaged"):
+        read_answers(run, 12)
+    writer.close()
+    metrics.close()
+
+
 def test_what_a_lost_engine_did_not_answer_another_does(evaluate):
     values, engines = evaluate(Client("engine-0", 1), Client("engine-1"))
     assert values["items"] == 6 and values["accuracy"] == np.mean([is_right(prompt, 0) for prompt in range(6)])
@@ -193,7 +255,7 @@ def test_it_takes_its_share_of_the_slots_until_nothing_else_runs(setting, option
     clients = [Client("engine-0"), Client("engine-1")]
     prompts = [Prompt(id=number, text="", answer="", tokens=[number], response_tokens=None) for number in range(80)]
     config, sampler, changed = setting(*clients, max_running=20, n=2, **options)
-    evaluation = Evaluation(config, sampler, prompts, changed)
+    evaluation = Evaluation(config, sampler, prompts, changed, decode, Kept())
     assert asyncio.run(evaluation.run(0))["items"] == 80
     assert [client.most for client in clients] == [most, most]
     evaluation.use_all_slots()

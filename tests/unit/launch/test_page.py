@@ -36,6 +36,7 @@ from areal_megatron.launch.pools import Node, Placement, Process, Slot
 from areal_megatron.launch.processes import Log
 from areal_megatron.launch.records import Recorder
 from areal_megatron.observe.metrics import MetricsWriter, write_status
+from areal_megatron.observe.shown_answers import LONGEST, AnswersWriter, ShownAnswer
 from areal_megatron.run import Run
 from tests.support.chromium import Chromium
 from tests.unit.test_report import evaluation
@@ -63,7 +64,13 @@ def make(tmp_path, model, updates=12, name="run"):  # noqa: F811
     config_file.save(config, run.config)
     run.begin()
     metrics = MetricsWriter(run)
-    metrics.write("eval", 0, evaluation(0, math=(0.1, 0.08, 0.12)))
+    shown = AnswersWriter(run, metrics)
+    for v in (0, 5, 10):
+        said = {"prompt": f"1+1= {HOSTILE}", "answer": "2", "response": f"version {v} says\n{HOSTILE} " + "x" * 3000}
+        right = ShownAnswer(**said, score=v / 10, correct=v == 10, truncated=v == 0)
+        shown.write(v, [right, *[ShownAnswer(**said, score=None, correct=False, truncated=False)] * 7])
+        metrics.write("eval", v, evaluation(v, math=(0.1 + v / 50, 0.08, 0.32)))
+    shown.close()
     for v in range(1, updates + 1):
         metrics.write("update", v, update(v))
     metrics.flush()
@@ -154,6 +161,8 @@ def test_a_run_is_shown_while_it_goes_on(tmp_path, model, browser):  # noqa: F81
         shown = page.value("document.body.innerText")
         for text in ("version 12 of 40", "engine-0", "Reward", "mean of the batch", "Publish", "bound η = ", "0.5 s"):
             assert text in shown
+        page.wait("document.querySelectorAll('#evaluation option').length === 3")
+        compare_answers(page)
         began = time.monotonic()
         metrics.write("update", 13, update(13, reward_mean=7.25))
         metrics.flush()
@@ -186,9 +195,34 @@ def test_a_report_is_the_page_in_one_file(tmp_path, model, browser, width, dark)
     titles = "[...document.querySelectorAll('figcaption, .legend, h1, h2, .card')]"
     assert browser.value(f"{titles}.filter(e => e.scrollWidth > e.clientWidth).length") == 0, "no title is cut"
     assert browser.value(CONTRAST) >= 4.5, "text on its ground"
+    compare_answers(browser)
     if folder := os.environ.get("SCREENSHOTS"):
         browser.screenshot(Path(folder) / f"report-{width}{'-dark' * dark}.png")
     browser.leave()
+
+
+def compare_answers(page):
+    """Looks at the answers of each evaluation to the same prompts."""
+    rows = "[...document.querySelectorAll('#answers tr')].slice(1).map(r => [...r.cells].map(c => c.textContent))"
+    chosen = "document.getElementById('evaluation').selectedOptions[0].textContent"
+    scores = {"version 0: 10% right": "0 cut", "version 5: 20% right": "0.5", "version 10: 30% right": "1"}
+    for n, (name, score) in reversed(list(enumerate(scores.items()))):
+        assert page.value(chosen) == name
+        first, *others = page.value(rows)
+        assert first[:2] == [f"1+1= {HOSTILE}", "2"] and first[3] == score and len(others) == 7
+        assert first[2].startswith(f"version {5 * n} says\n{HOSTILE}") and first[2].endswith("x")
+        assert 990 < len(first[2]) <= LONGEST
+        assert {row[3] for row in others} == {"unknown"}
+        assert page.value("document.getElementById('earlier').disabled") == (n == 0)
+        page.value("document.getElementById('earlier').click()")
+    page.value("document.getElementById('evaluation').selectedIndex = 1")
+    page.value("document.getElementById('evaluation').dispatchEvent(new Event('change'))")
+    assert page.value(rows)[0][3] == "0.5"
+    page.value("document.getElementById('later').click()")
+    assert page.value(chosen) == "version 10: 30% right"
+    assert page.value("typeof window.hacked") == "undefined"
+    assert page.value("document.querySelectorAll('main script, main img').length") == 0
+    assert fits(page)
 
 
 def test_prompts_are_told_apart_by_what_follows_their_common_lines(tmp_path, model):  # noqa: F811
@@ -286,7 +320,15 @@ def test_only_who_has_the_token_gets_data(tmp_path, model):  # noqa: F811
     with served(run.folder) as address:
         token = address.partition("#")[2]
         assert token == server.token_of(run) and token not in run.token
-        for path in ("api/overview", "api/curves", "api/trajectories", "api/trajectory", "api/other", "config.yaml"):
+        for path in (
+            "api/overview",
+            "api/curves",
+            "api/answers",
+            "api/trajectories",
+            "api/trajectory",
+            "api/other",
+            "config.yaml",
+        ):
             for wrong in (None, "x", run.token, token[:-1], f"{token}0", f"{token}\xe9"):
                 status, content = ask(address, path, wrong)
                 assert status == 401 and b"answer" not in content and str(run.folder).encode() not in content

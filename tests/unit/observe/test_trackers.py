@@ -9,7 +9,9 @@ import subprocess
 import sys
 import time
 import urllib.request
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from areal_megatron.config import TRACKERS, Config, ConfigError, TrackConfig, check
@@ -18,12 +20,14 @@ from areal_megatron.launch.mirrors import Mirrors
 from areal_megatron.mirror import Once
 from areal_megatron.observe import trackers
 from areal_megatron.observe.metrics import MetricsWriter
+from areal_megatron.observe.shown_answers import HEAD, AnswersWriter, ShownAnswer
 from areal_megatron.observe.trackers import check_trackers
 from areal_megatron.run import Run
 from tests.support.soaking import with_soaked
 from tests.unit.test_report import evaluation, make_run
 
 UPDATES = 20
+HOSTILE = "<script>alert(1)</script> **x** | y\n# z\x1b[2J\u202e"
 KEY = "0123456789abcdef" * 2 + "01234567"
 """As long as a key of W&B."""
 
@@ -34,16 +38,25 @@ def need(*packages):
             pytest.skip(f"{package} is not installed: pip install {package}")
 
 
+def answers(version):
+    said = {"prompt": "1+1=", "answer": "2", "response": f"version {version}: {HOSTILE}"}
+    hurt = ShownAnswer(prompt="", answer="", response="", score=None, correct=False, truncated=True)
+    return [ShownAnswer(**said, score=version / 20, correct=version == 20, truncated=False), hurt]
+
+
 def write(run, versions, shift=0.0, resumed=None):
     """Writes updates, as an incarnation of the run does."""
     writer = MetricsWriter(run)
+    shown = AnswersWriter(run, writer)
     if resumed is not None:
         writer.write("resume", resumed, {"incarnation": 1})
     for v in versions:
         values = {"reward_mean": shift + v / 7, "loss": -1e-3 / v, "weight_mean/staleness_17+": 1 + v / 1000}
         writer.write("update", v, values | {"staleness_histogram": {"0": 3}, "grad_norm": None})
         if v % 10 == 0:
+            shown.write(v, answers(v))
             writer.write("eval", v, evaluation(v, n=8, math=(0.9, 0.85, 0.95)))
+    shown.close()
     writer.close()
 
 
@@ -168,6 +181,46 @@ def test_a_tracker_shows_the_numbers_of_the_run_once(mirrored):
     assert "update/grad_norm" not in points and "update/staleness_histogram" not in points
 
 
+def test_a_tracker_shows_answers_at_each_evaluation_as_a_table(mirrored):
+    name, run = mirrored
+    folder = run.folder / "trackers" / name
+    assert tables(name, folder) == {v: [dict(zip(HEAD, a.row, strict=True)) for a in answers(v)] for v in (10, 20)}
+    assert not any(Path("mlruns").glob("*")), "nothing is written where the command was called"
+
+
+def tables(name, folder):
+    """Returns the rows of the tables that a tracker has, as {column: cell}, by version."""
+    if name == "wandb":
+        files = sorted(folder.glob("wandb/offline-run-*/files/media/table/eval/*.table.json"), key=os.path.getmtime)
+        read = [json.loads(file.read_text()) for file in files]
+        found = dict(zip((10, 20), read, strict=True))
+    elif name == "mlflow":
+        files = folder.glob("artifacts/*/artifacts/eval/answers-*.json")
+        found = {int(file.stem.removeprefix("answers-")): json.loads(file.read_text()) for file in files}
+    elif name == "swanlab":
+        files = folder.glob("run-*/media/**/*.json")
+        return {int(file.name.partition("-")[0]): json.loads(file.read_text())["rowData"] for file in files}
+    else:
+        (file,) = folder.glob("*.db")
+        with sqlite3.connect(file) as store:
+            rows = store.execute("SELECT step, metrics FROM metrics ORDER BY id").fetchall()
+        logged = [(step, json.loads(metrics).get("eval/answers")) for step, metrics in rows]
+        found = {step: table["_value"] for step, table in logged if table}
+        return {
+            version: [{name: plain(cell) for name, cell in row.items()} for row in rows]
+            for version, rows in found.items()
+        }
+    return {v: [dict(zip(table["columns"], row, strict=True)) for row in table["data"]] for v, table in found.items()}
+
+
+def plain(cell):
+    """What Markdown shows of a block of code."""
+    if not isinstance(cell, str):
+        return cell
+    assert all(line.startswith("    ") for line in cell.split("\n"))
+    return "\n".join(line.removeprefix("    ") for line in cell.split("\n"))
+
+
 def test_keys_stay_out_of_the_run_folder(mirrored):
     _, run = mirrored
     files = [path for path in run.folder.rglob("*") if path.is_file()]
@@ -177,16 +230,24 @@ def test_keys_stay_out_of_the_run_folder(mirrored):
 
 def test_tensorboard_shows_the_same_numbers(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.text.text_plugin import text_array_to_html
 
     run = make_run(tmp_path, UPDATES)
     write(run, range(1, 11))
     write(run, range(11, UPDATES + 1))
-    points = {}
+    points, tensors = {}, []
     for file in sorted((run.folder / "tensorboard").iterdir()):
         events = EventAccumulator(str(file)).Reload()
+        tensors += events.Tensors("eval/answers") if "eval/answers" in events.Tags()["tensors"] else []
         for tag in set(expected()) & set(events.Tags()["scalars"]):
             points.setdefault(tag, []).extend((event.step, event.value) for event in events.Scalars(tag))
     assert points.keys() == expected().keys()
+    (table,) = (value for value in tensors if value.step == 20)
+    cells = [cell.decode() for cell in table.tensor_proto.string_val]
+    assert [dim.size for dim in table.tensor_proto.tensor_shape.dim] == [3, 4]
+    shown = text_array_to_html(np.array(cells, object).reshape(3, 4), True)
+    assert "<script" not in shown and "<strong>" not in shown and "&lt;script&gt;alert(1)" in shown
+    assert "**x** | y\n# z\\x1b[2J\\u202e" in shown
     for tag, values in expected().items():
         assert sorted(points[tag]) == [(v, pytest.approx(value, rel=1e-6)) for v, value in values]
 

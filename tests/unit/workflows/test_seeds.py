@@ -24,6 +24,7 @@ from areal_megatron.observe.timeline import Timeline
 from areal_megatron.workflows import single_turn
 from areal_megatron.workflows.sampling import Decoding, Sampling, sampling_seed
 from areal_megatron.workflows.scoring import Score
+from tests.unit.controller.test_evaluation import Kept
 
 PROMPTS = [Prompt(id=number, text="", answer="", tokens=[1 + number], response_tokens=None) for number in range(6)]
 
@@ -214,7 +215,7 @@ def test_every_evaluation_asks_with_the_same_seeds(tmp_path):
     config, sampler = setting(tmp_path, client)
     for version in (0, 3):
         sampler.engines[0].version = version
-        asyncio.run(Evaluation(config, sampler, PROMPTS, Changed()).run(version))
+        asyncio.run(Evaluation(config, sampler, PROMPTS, Changed(), str, Kept()).run(version))
     assert sorted(client.seeds) == sorted([(p.id, sampling_seed(11, "eval", p.id)) for p in PROMPTS] * 2)
 
 
