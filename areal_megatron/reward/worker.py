@@ -38,7 +38,7 @@ _AWAY_PAUSE_SHARE = 0.1
 something within that."""
 _LONGEST_PROBLEM = 500
 """Characters of an exception's text that are logged: it may quote a response."""
-_BUGS = (TypeError, AttributeError, NameError, ImportError, WrongResult)
+MISTAKES = (TypeError, AttributeError, NameError, ImportError)
 """What a mistake in a function's code raises."""
 MEMORY_MB = 512
 """What `math` may allocate beyond what its worker has loaded; it evaluates what a policy wrote."""
@@ -103,6 +103,8 @@ class Scored(msgspec.Struct):
     """Whether the function failed because its process was killed from outside, as the kernel does without memory."""
     bug: str = ""
     """Where in the function's code the failure is a mistake of its author, `file:line`; else empty."""
+    raised: bool = False
+    """Whether the function raised one of MISTAKES, in place of returning something else than it may."""
     ended: bool = False
     """Whether there is no score since the function ended its process, or was killed because it took too long."""
     terms: dict[str, list[float]] = {}
@@ -166,8 +168,9 @@ def serve(
             return Scored(problem=_problem(e, request.where), away=True)
         except Exception as e:  # the function is the user's
             asked = group_function if isinstance(request, AnswerGroup) else function
-            bug = _place(e, asked) if isinstance(e, _BUGS) else ""
-            return Scored(problem=_problem(e, request.where), last=isinstance(e, MemoryError), bug=bug)
+            raised = isinstance(e, MISTAKES)
+            bug = _place(e, asked) if raised or isinstance(e, WrongResult) else ""
+            return Scored(problem=_problem(e, request.where), last=isinstance(e, MemoryError), bug=bug, raised=raised)
 
     try:
         function = load_function(function_name, timeout_s, run)

@@ -1,7 +1,8 @@
 """Scores answers in worker processes, which are killed and replaced when they take too long.
 
 What fails is tried again by another worker, after a pause: the service that it asks may be ill, the worker may have had
-no processor or no memory. A failure says nothing about an answer, so it is never a score.
+no processor or no memory. A failure says nothing about an answer, so it is never a score. What a function of the user
+raises by mistake ends the run instead: it would fail for other answers, too.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class RewardWorkers:
 
         What fails is tried again for reward.retry_s; what fails for good has a `problem` and is counted in `failures`.
         An answer that a built-in function cannot finish, twice, is refused: its own text is the reason. Raises RunError
-        if the service of rewards is away for reward.away_s.
+        if the service of rewards is away for reward.away_s, ConfigError for one of MISTAKES in a function of the user.
         """
         for answer in () if self.takes_row else answers:
             answer.row = None
@@ -101,8 +102,8 @@ class RewardWorkers:
         return self._counted(scored, len(group.members))
 
     async def _tried(self, requests: Sequence[Answer | AnswerGroup], limit_s: float) -> list[Scored]:
-        """Returns the result of each request; those that fail are tried again."""
-        scores = await self.ask_once(requests)
+        """Returns the result of each request; those that fail are tried again. Raises ConfigError for a mistake."""
+        scores = await self._asked(requests)
         for pause_s in pauses(limit_s):
             failed = [k for k, scored in enumerate(scores) if scored.problem]
             if not failed:
@@ -113,8 +114,18 @@ class RewardWorkers:
                 problem = printable(scores[failed[0]].problem, 1000)
                 log.warning("rewards of %d answers are tried again in %g s: %s", len(failed), pause_s, problem)
             await asyncio.sleep(pause_s)
-            for k, scored in zip(failed, await self.ask_once([requests[k] for k in failed]), strict=True):
+            for k, scored in zip(failed, await self._asked([requests[k] for k in failed]), strict=True):
                 scores[k] = scored
+        return scores
+
+    async def _asked(self, requests: Sequence[Answer | AnswerGroup]) -> list[Scored]:
+        scores = await self.ask_once(requests)
+        for request, scored in zip(requests, scores, strict=True):
+            key = "group_function" if isinstance(request, AnswerGroup) else "function"
+            if scored.raised and (self._config.is_own or key == "group_function"):
+                name = getattr(self._config, key)
+                problem = printable(f"{name} has a mistake in {scored.bug}: {scored.problem}", 1000)
+                raise ConfigError(f"reward.{key}: {problem}; correct it and go on with resume=auto")
         return scores
 
     async def ask_once(self, requests: Sequence[Answer | AnswerGroup]) -> list[Scored]:

@@ -10,13 +10,14 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from areal_megatron import lateness
-from areal_megatron.config import Config
+from areal_megatron.config import Config, ConfigError
 from areal_megatron.data.formats import Chat
 from areal_megatron.data.prompts import Prompt
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.engine.client import EngineError
 from areal_megatron.reward.no_score import RewardFailed
 from areal_megatron.reward.worker import Scored
+from areal_megatron.run import RunError
 from areal_megatron.workflows.sampling import INTERRUPTED, GenerationRequest, Sampling, generate, sampling_seed
 from areal_megatron.workflows.scoring import Scorer
 from areal_megatron.workflows.transcript import Transcript
@@ -108,7 +109,7 @@ class Episode:
         """The factor on the score that gives the reward. Whether the answer counts as right does not depend on it."""
         self.context = Transcript(self.prompt.tokens, spec.version)
         """The trajectory: the transcript of the answer that was sampled last."""
-        self.failure: EngineError | Interrupted | None = None
+        self.failure: EngineError | Interrupted | ConfigError | RunError | None = None
         """The error that ends the episode, even if the workflow catches it."""
         self.answers = 0
         """The number of answers sampled, including those that are not part of `context`."""
@@ -146,7 +147,11 @@ class Episode:
             return Scored(0.0)
         if self._scored is None or self._scored[0] != self.answers:
             with self.busy():
-                self._scored = self.answers, await self._judge()
+                try:
+                    self._scored = self.answers, await self._judge()
+                except (ConfigError, RunError) as e:  # what ends the run
+                    self.failure = e
+                    raise
         if problem := self._scored[1].problem:
             raise RewardFailed(problem)
         return self._scored[1]

@@ -17,6 +17,7 @@ from areal_megatron.errors import printable, worth_a_line
 from areal_megatron.lateness import pauses
 from areal_megatron.reward.function import checked, is_score
 from areal_megatron.reward.no_score import RewardFailed
+from areal_megatron.run import RunError
 from areal_megatron.workflows.episode import Episode, EpisodeOver, EpisodeSpec, Interrupted, RunResources
 from areal_megatron.workflows.openai_endpoint import OpenAIEndpoint
 from areal_megatron.workflows.sampling import Sampling
@@ -79,7 +80,8 @@ class EpisodeRunner:
     async def sample(self, sampling: Sampling, spec: EpisodeSpec, n: int) -> list[ScoredTranscript] | None:
         """Returns n trajectories, the k-th of an episode with seed + k; None if they were interrupted.
 
-        Raises EngineError if a request fails for the last time, ConfigError if no episode at all gets an answer.
+        Raises EngineError if a request fails for the last time, ConfigError if no episode at all gets an answer, and
+        what RewardWorkers.judge raises.
         """
         specs = [replace(spec, request_id=f"{spec.request_id}-{k}", seed=spec.seed + k) for k in range(n)]
         try:
@@ -88,7 +90,7 @@ class EpisodeRunner:
         except ExceptionGroup as e:
             if e.subgroup(Interrupted):
                 return None
-            if failed := e.subgroup((EngineError, ConfigError)):
+            if failed := e.subgroup((EngineError, ConfigError, RunError)):
                 raise failed.exceptions[0] from None
             raise
         return [task.result() for task in tasks]

@@ -38,6 +38,7 @@ def told(prompt, answer, answers):
 
 def none(prompt, answer, answers): return {}
 def short(prompt, answer, answers): return {"length": [0.0]}
+def mistaken(prompt, answer, answers): return {"length": answers + 1}
 def nan(prompt, answer, answers): return {"length": [math.nan] * len(answers)}
 def listed(prompt, answer, answers): return [1.0] * len(answers)
 def named(prompt, answer, answers): return {"a b": [1.0] * len(answers)}
@@ -127,6 +128,13 @@ def test_a_function_that_fails_leaves_its_group_without_rewards(tmp_path, functi
     _, after, failures = scored(tmp_path, f"grouped:{function}", [completion("right"), completion("ab")])
     assert all(one.failed and not one.trained and not one.correct and problem in one.failure for one in after)
     assert failures == 2
+
+
+@pytest.mark.usefixtures("functions")
+def test_a_mistake_in_a_function_ends_the_run(tmp_path):
+    mistake = r"^reward\.group_function: grouped:mistaken has a mistake in .*grouped.py:\d+: .*TypeError: "
+    with pytest.raises(ConfigError, match=mistake):
+        scored(tmp_path, "grouped:mistaken", [completion("right"), completion("ab")])
 
 
 @pytest.mark.usefixtures("functions")

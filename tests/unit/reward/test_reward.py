@@ -19,7 +19,7 @@ from tests.support.living import is_alive
 pytestmark = pytest.mark.usefixtures("short_pauses")
 
 USER_CODE = """
-import os, time
+import os, re, time
 print("imported")
 
 def by_answer(prompt, response, answer):
@@ -39,6 +39,10 @@ def by_answer(prompt, response, answer):
             tries.write("x")
         if os.path.getsize(response) <= int(answer.split()[1]): raise ConnectionError("not now")
         return 1
+    if answer == "type": return len(prompt) + response
+    if answer == "match": return re.match("x", response).group()
+    if answer == "name": return nothing
+    if answer == "import": import nowhere
     if answer == "pid": return os.getpid()
     odd = {"told": (0.5, "too long"), "triple": (1, "", ""), "untold": (0.25, None), "nan": float("nan"), "text": "5",
            "none": None, "complex": 1j, "surrogate": (1, "\\ud800")}
@@ -114,6 +118,26 @@ def test_what_fails_is_tried_again_until_the_time_for_that_is_over(user_function
     assert scores == [1, score, 3] and failures == (score is None)
     assert retries == (times if score else 1) and (tmp_path / "others").stat().st_size == 1
     assert (tmp_path / "tries").stat().st_size == retries + 1
+
+
+MISTAKES = {
+    "type": "TypeError: unsupported operand",
+    "match": "AttributeError: 'NoneType' object has no attribute 'group'",
+    "name": "NameError: name 'nothing' is not defined",
+    "import": "ModuleNotFoundError: No module named 'nowhere'",
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_in_a_function_ends_the_run_at_once_with_its_line(user_function, mistake):
+    line = next(k for k, text in enumerate(USER_CODE.splitlines(), 1) if f'"{mistake}"' in text)
+    began = time.monotonic()
+    with pytest.raises(ConfigError) as error:
+        run(user_function, [[answer("good"), Answer("", "abc", mistake, where="d.jsonl:7")]], retry_s=600)
+    said = str(error.value)
+    assert said.startswith("reward.function: my_rewards:by_answer has a mistake in ") and "\n" not in said
+    assert f"my_rewards.py:{line}: d.jsonl:7: {MISTAKES[mistake]}" in said and "resume=auto" in said
+    assert time.monotonic() - began < 20
 
 
 def test_while_one_answer_is_tried_again_its_worker_scores_others(user_function, tmp_path, monkeypatch):

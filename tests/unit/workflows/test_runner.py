@@ -23,6 +23,7 @@ from areal_megatron.controller.schedule import Group, Schedule
 from areal_megatron.controller.state import InterruptedGroup
 from areal_megatron.engine.client import Completion, EngineError
 from areal_megatron.observe.timeline import Timeline
+from areal_megatron.run import RunError
 from areal_megatron.workflows import multi_turn, sampling, tool_use
 from areal_megatron.workflows.episode import EpisodeOver
 from areal_megatron.workflows.workflow import check_workflow, load_workflow
@@ -267,6 +268,21 @@ def test_an_episode_without_a_reward_is_not_trained(tmp_path, catches):
     (ended,) = run(world)
     assert ended.score.failure == "status 500" and not ended.score.trained and not ended.score.correct
     assert ended.context.answers == len(world.client.calls) == 1 and world.episodes.failures == 0
+
+
+@pytest.mark.parametrize("error", [ConfigError("reward.function: a mistake"), RunError("away for 600 s")])
+@pytest.mark.parametrize("catches", [False, True])
+def test_what_ends_the_run_in_a_reward_ends_it_in_an_episode(tmp_path, catches, error):
+    async def careful(episode):
+        with contextlib.suppress(Exception):
+            await multi_turn.run(episode)
+
+    def reward(prompt, response, answer):
+        raise error
+
+    world = World(tmp_path, careful if catches else multi_turn.run, in_turn("wrong"), reward=reward)
+    with pytest.raises(type(error), match=str(error)):
+        run(world)
 
 
 def test_workflows_that_never_get_an_answer_end_the_run_with_the_reason(tmp_path):
