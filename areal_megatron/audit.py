@@ -208,13 +208,14 @@ class AuditedRow:
 
 def rows_of(config: Config) -> list[AuditedRow]:
     """Returns the usable rows of data.train, in the order of their ids. Raises ConfigError."""
+    environments = config.by_environment()
     return [
         AuditedRow(
             record.id,
             record.source,
             record.environment,
             pass_rate_of(record),
-            digest_of_prompt(record, item),
+            digest_of_prompt(record, item, environments),
             record.where,
         )
         for record, item in usable_rows(config, "train", problem_with_answers)

@@ -74,6 +74,8 @@ class Drawing(msgspec.Struct, kw_only=True):
         `members`, as `KEY: what`; empty if there is none. What one of them does not know is not compared."""
         if self.seed != now.seed:
             return f"seed: {now.seed}, but the checkpoint was made with {self.seed}, which orders the rows"
+        if problem := self._other_environments(now):  # which also decides what of a row counts
+            return problem
         if problem := self._other_rows(now, members):
             return f"data.train: {problem}"
         if self.mixture != now.mixture:
@@ -84,7 +86,7 @@ class Drawing(msgspec.Struct, kw_only=True):
             return "model.path: the checkpoint was made with another tokenizer, or other tokens that end answers"
         if _differ(self.template, now.template):
             return "model.path: the checkpoint was made with another chat template, or other special tokens for it"
-        return self._other_environments(now)
+        return ""
 
     def _other_rows(self, now: Drawing, members: Sequence[Member]) -> str:
         before, after = (np.frombuffer(digests, f"V{_DIGEST_BYTES}") for digests in (self.digests, now.digests))
@@ -176,6 +178,13 @@ def digest_of(*said: Any) -> bytes:
     """Returns 8 bytes that tell apart what rows say, JSON values: the same on every machine, whatever the file's
     format."""
     return hashlib.blake2b(_encode(said), digest_size=_DIGEST_BYTES).digest()
+
+
+def stated(value: Any) -> Any:
+    """Returns a JSON value without the keys that have none, which Parquet adds to rows where others have them."""
+    if isinstance(value, dict):
+        return {key: stated(inner) for key, inner in value.items() if inner is not None}
+    return [stated(inner) for inner in value] if isinstance(value, list) else value
 
 
 def joined(members: Iterable[Member]) -> bytes:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from areal_megatron.config import Config, ConfigError
-from areal_megatron.data.drawing import Drawing, digest_of, joined, settings_of
+from areal_megatron.data.drawing import Drawing, digest_of, joined, settings_of, stated
 from areal_megatron.data.files import Record, records, row_shares, rows
 from areal_megatron.data.formats import Item, added_sentence, example_of, read_item, text_of
 from areal_megatron.data.tokenizer import Tokenizer
@@ -161,16 +161,18 @@ def read_prompts(
             reward=item.reward,
             pass_rate=pass_rate_of(record),
             where=record.where,
-            digest=digest_of_prompt(record, item),
+            digest=digest_of_prompt(record, item, by_environment),
             row=record.row if by_environment[record.environment].reward.is_own else None,
         )
         for record, item, ids, length in zip(found, items, tokens, lengths, strict=True)
     ]
 
 
-def digest_of_prompt(record: Record, item: Item) -> bytes:
-    """Returns `Prompt.digest`."""
-    return digest_of(record.id, record.environment, item.prompt, item.answer, record.row.get("response_tokens"))
+def digest_of_prompt(record: Record, item: Item, environments: Sequence[Config]) -> bytes:
+    """Returns `Prompt.digest`. `environments`: those of the config; a reward function of the user may read any column
+    of a row."""
+    own = [stated(record.row)] if environments[record.environment].reward.is_own else []
+    return digest_of(record.id, record.environment, item.prompt, item.answer, record.row.get("response_tokens"), *own)
 
 
 def _item(record: Record, seed: int, function: str, problem_with: Callable[[str], str]) -> Item:

@@ -9,7 +9,15 @@ import pyarrow.parquet
 import pytest
 from msgspec.structs import asdict
 
-from areal_megatron.config import Config, ConfigError, DataConfig, EnvironmentConfig, ModelConfig, RolloutConfig
+from areal_megatron.config import (
+    Config,
+    ConfigError,
+    DataConfig,
+    EnvironmentConfig,
+    ModelConfig,
+    RewardConfig,
+    RolloutConfig,
+)
 from areal_megatron.controller import state
 from areal_megatron.controller.schedule import Schedule
 from areal_megatron.data.drawing import Drawing, goes_on, saved_in
@@ -154,7 +162,7 @@ REFUSED = {
     "another value of right answers": (set_key("reward.right", 1.0), "reward.right: 1.0"),
     "another value of wrong answers": (set_key("reward.wrong", 0.0), "reward.wrong: 0.0"),
     "another rule for cut answers": (set_key("reward.truncated", "masked"), "reward.truncated: masked"),
-    "environments": (divide, "data.train: 16 rows"),
+    "environments": (divide, "environments: 2, but the checkpoint was made with 1"),
 }
 
 
@@ -218,6 +226,21 @@ def test_a_run_whose_answers_do_not_depend_on_what_has_changed_goes_on(folder, c
     change(folder, config)
     now, prompts = drawn(config)
     assert goes_on(saved, now, prompts, "x", own=True) and saved.cursor == (1, 3)
+
+
+def test_a_column_that_only_a_reward_function_of_the_user_reads_must_be_the_same(folder):
+    said = [row | {"extra": {"index": 1} | ({"split": "a"} if n == 3 else {})} for n, row in enumerate(rows_of("1+{}"))]
+    save(folder / "rows.jsonl", said)
+    config = config_of(folder, reward=RewardConfig(function="own.module:score"))
+    saved = saved_by(config, folder / "version-000002")
+    convert(folder, config)  # which gives every row a split, of nothing
+    now, prompts = drawn(config)
+    assert goes_on(saved, now, prompts, folder, own=True)
+    for other in ({"level": 4}, {"extra": {"index": 2}}, {"further": 1}):
+        config.data.train = save(folder / "rows.jsonl", [*said[:5], said[5] | other, *said[6:]])
+        now, prompts = drawn(config)
+        with pytest.raises(ConfigError, match=r"1 of 8 rows are not those of the checkpoint, the first is .*:6: "):
+            goes_on(saved, now, prompts, folder, own=True)
 
 
 def test_an_environment_is_named_by_its_number(folder):
