@@ -43,11 +43,11 @@ class Record:
     """One row of a data set, and where it comes from."""
 
     id: int
-    """Row number from 0, counted through all sources; blank lines of JSONL count too."""
+    """Row number from 0, counted through all sources; blank lines of JSONL are no rows."""
     source: int
     """Number of the source, from 0."""
     where: str
-    """`path:row`, with rows counted from 1 within the file, for error messages."""
+    """`path:row`, with rows counted from 1 within the file, for error messages; of JSONL `path:line`."""
     row: dict[str, Any]
     environment: int = 0
     """Number of the environment of the config, from 0."""
@@ -148,20 +148,18 @@ def records(text: str | Path) -> Iterator[Record]:
     Raises ConfigError, which names the file and the row, if a source cannot be read, is empty, or has a row that is
     not an object.
     """
-    begin = 0
+    count = 0
     for number, source in enumerate(sources(text)):
-        last = -1
+        before = count
         for file in _files(source.path):
-            first = last + 1
-            for row_number, row in _rows(file):
-                where = f"{file}:{row_number + 1}"
+            for place, row in _rows(file):
+                where = f"{file}:{place + 1}"
                 if not isinstance(row, dict):
                     raise ConfigError(f'{where}: expected an object like {{"prompt": …}}, found {type(row).__name__}')
-                last = first + row_number
-                yield Record(begin + last, number, where, row)
-        if last < 0:
+                yield Record(count, number, where, row)
+                count += 1
+        if count == before:
             raise ConfigError(f"{source.path}: the dataset is empty; it needs one JSON object a line, or rows")
-        begin += last + 1
 
 
 def shares(found: Sequence[Source], members: Sequence[int]) -> list[tuple[int, int]]:
@@ -224,7 +222,7 @@ def _files(path: str) -> list[Path]:
 
 
 def _rows(path: Path) -> Iterator[tuple[int, Any]]:
-    """Yields (row number from 0, value) for each row of one file."""
+    """Yields (row, of JSONL line, from 0; value) for each row of one file."""
     if path.suffix in (".csv", ".tsv"):
         tab = ", delimiter='\\t'" if path.suffix == ".tsv" else ""
         convert = f"import csv, json; [print(json.dumps(row)) for row in csv.DictReader(open('{path}'){tab})]"

@@ -198,6 +198,11 @@ def divide_files(folder, config):
     config.data.train = f"{folder / 'a.jsonl'},{folder / 'b.jsonl'}"
 
 
+def spread(folder, config):
+    lines = (folder / "rows.jsonl").read_text().splitlines()
+    (folder / "rows.jsonl").write_text("\n \n" + "\n\n".join(lines) + "\n\n\n")
+
+
 CUT = {"direction": "Right", "max_length": 300, "strategy": "LongestFirst", "stride": 0}
 
 ACCEPTED = {
@@ -205,6 +210,7 @@ ACCEPTED = {
     "other places": move,
     "another format": convert,
     "several files": divide_files,
+    "blank lines": spread,
     "the order of keys": edit(lambda rows: [dict(reversed(row.items())) for row in rows]),
     "what no answer depends on": edit(lambda rows: [row | {"level": 4, "id": "x"} for row in rows]),
     "a number for a text": edit(lambda rows: [row | {"answer": 5} for row in rows]),

@@ -63,7 +63,7 @@ def test_ids_count_on_over_the_sources_and_places_name_the_file(tmp_path):
     first, second = tmp_path / "a.jsonl", jsonl(tmp_path / "b.jsonl", *ROWS[:2])
     first.write_text('{"prompt": "x"}\n\n{"prompt": "y"}\n\n')
     found = list(records(f"{first},{second}"))
-    assert [(record.id, record.source) for record in found] == [(0, 0), (2, 0), (3, 1), (4, 1)]
+    assert [(record.id, record.source) for record in found] == [(0, 0), (1, 0), (2, 1), (3, 1)]
     assert [record.where for record in found] == [f"{first}:1", f"{first}:3", f"{second}:1", f"{second}:2"]
     assert found[2].row == ROWS[0]
 

@@ -186,7 +186,7 @@ def test_prompts_carry_line_answer_and_forced_length(folder, tmp_path):
     )
     first, second, third = read_prompts(config(folder, train=path), "train", Tokenizer(folder))
     assert (first.id, first.text, first.answer, first.response_tokens) == (0, "a", "5", None)
-    assert (second.id, second.text, second.answer, second.response_tokens) == (2, "b", "x", 7)
+    assert (second.id, second.text, second.answer, second.response_tokens) == (1, "b", "x", 7)
     assert second.tokens == reference(folder)("b").input_ids
     assert json.loads(third.answer) == tests
     assert [prompt.where for prompt in (first, second, third)] == [f"{path}:{row}" for row in (1, 3, 4)]
