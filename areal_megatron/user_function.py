@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import hashlib
 import importlib
 import sys
-from collections.abc import Callable
+import sysconfig
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from areal_megatron.config import ConfigError
@@ -23,3 +27,38 @@ def import_function(path: str, key: str) -> Callable:
     if not callable(function):
         raise ConfigError(f"{key}: {module_name} has no function {function_name}")
     return function
+
+
+def code_of(path: str) -> dict[str, str]:
+    """Returns file → digest of the code behind an import path: its module and the modules beside it that this imports,
+    but ours. Nothing is run; what is not found, or installed, is not known."""
+    names, found = [path.partition(":")[0]], {}
+    places = [Path(place).absolute() for place in (*sys.path, "")]
+    root = next((place for place in places if _file_of(names[0], place)), None)
+    if root is None or root.name in ("site-packages", "dist-packages", Path(sysconfig.get_path("stdlib")).name):
+        return {}
+    while names:
+        file = _file_of(names.pop(), root)
+        place = file.relative_to(root) if file else Path(__package__)
+        if place.parts[0] != __package__ and place.as_posix() not in found:
+            with suppress(OSError, ValueError, SyntaxError, RecursionError):
+                content = file.read_bytes()
+                found[place.as_posix()] = hashlib.blake2b(content, digest_size=8).hexdigest()
+                names += _imported(ast.parse(content), list(place.with_suffix("").parts))
+    return found
+
+
+def _file_of(module: str, root: Path) -> Path | None:
+    place = root.joinpath(*module.split("."))
+    return next((file for file in (place / "__init__.py", place.parent / f"{place.name}.py") if file.is_file()), None)
+
+
+def _imported(tree: ast.Module, place: list[str]) -> Iterator[str]:
+    """Yields the modules that one at this place, with its packages, may import."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (one.name for one in node.names)
+        if isinstance(node, ast.ImportFrom):
+            module = ".".join([*(place[: -node.level] if node.level else []), *filter(None, [node.module])])
+            yield module
+            yield from (f"{module}.{one.name}".lstrip(".") for one in node.names)

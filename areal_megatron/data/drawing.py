@@ -18,11 +18,14 @@ import numpy as np
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.data.trajectory import decoder
 from areal_megatron.errors import first_line, printable
+from areal_megatron.user_function import code_of
 
 SUPERVISED = "examples.msgpack"
 """The file of a checkpoint that holds the Drawing of a supervised run."""
 _CONTROLLER = "controller.msgpack"
 _DIGEST_BYTES = 8
+_MOST_NAMED = 4
+"""How many edited files a warning names."""
 _EXCERPTS, _EXCERPT_BYTES = 16, 1 << 16
 _SETTINGS = (
     "data.max_prompt_tokens",
@@ -68,6 +71,8 @@ class Drawing(msgspec.Struct, kw_only=True):
     environments: list[dict[str, Any]] = []
     """Key of the config → value in each environment, of what decides how answers are sampled and scored; a run without
     environments has one, a supervised run none."""
+    code: dict[str, str] = {}
+    """File → digest of the code behind functions of the user. It may change."""
 
     def difference(self, now: Drawing, members: Sequence[Member]) -> str:
         """Returns the first thing in which a checkpoint with this differs from a run with `now`, whose rows are
@@ -112,6 +117,11 @@ class Drawing(msgspec.Struct, kw_only=True):
                     return f"{place}{key}: {value}, but the checkpoint was made with {before[key] or 'none'}"
         return ""
 
+    def edited(self, now: Drawing) -> str:
+        """Returns the names of the files behind functions of the user that have changed since; empty if none has."""
+        names = [name for name, digest in now.code.items() if _differ(self.code.get(name, ""), digest)]
+        return ", ".join(names[:_MOST_NAMED]) + f" and {len(names) - _MOST_NAMED} more" * (len(names) > _MOST_NAMED)
+
 
 class PromptDrawing(Drawing, kw_only=True):
     """The Drawing in a controller's part of a checkpoint."""
@@ -149,10 +159,12 @@ def goes_on(
 ) -> bool:
     """Returns whether a run goes on drawing where its checkpoint stood; if not, its epochs begin anew.
 
-    They do if the checkpoint is another run's and anything differs, of which `say` is told. Raises ConfigError if
-    something differs from the run's `own` checkpoint.
+    They do if the checkpoint is another run's and anything differs, of which `say` is told, as it is of functions of
+    the user that were edited. Raises ConfigError if something differs from the run's `own` checkpoint.
     """
     if not (difference := saved.difference(now, members)):
+        if edited := saved.edited(now):
+            say(f"{edited}: edited since the checkpoint was made; answers of the old code and of the new are trained")
         return True
     if own:
         raise ConfigError(
@@ -172,6 +184,14 @@ def settings_of(config: Config) -> list[dict[str, Any]]:
         | ({"reward.model": _digest_of_model(Path(own.reward.model))} if own.reward.of_model else {})
         for own in config.by_environment()
     ]
+
+
+def functions_of(config: Config) -> dict[str, str]:
+    """Returns `Drawing.code` of a run's config."""
+    keys = ("reward.function", "reward.group_function", "rollout.workflow") if config.mode == "rl" else ()
+    paths = [attrgetter(key)(own) for own in config.by_environment() for key in keys]
+    own = dict.fromkeys(path for path in paths if ":" in path and "://" not in path)
+    return {file: digest for path in own for file, digest in code_of(path).items()}
 
 
 def digest_of(*said: Any) -> bytes:

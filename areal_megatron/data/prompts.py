@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from areal_megatron.config import Config, ConfigError
-from areal_megatron.data.drawing import Drawing, digest_of, joined, settings_of, stated
+from areal_megatron.data.drawing import Drawing, digest_of, functions_of, joined, settings_of, stated
 from areal_megatron.data.files import Record, records, row_shares, rows
 from areal_megatron.data.formats import Item, added_sentence, example_of, read_item, text_of
 from areal_megatron.data.tokenizer import Tokenizer
@@ -286,6 +286,7 @@ def drawing_of(config: Config, members: Sequence[Any], tokenizer: Tokenizer | No
         tokenizer=own,
         template=template,
         environments=settings_of(config),
+        code=functions_of(config),
     )
 
 

@@ -249,6 +249,32 @@ def test_a_column_that_only_a_reward_function_of_the_user_reads_must_be_the_same
             goes_on(saved, now, prompts, folder, own=True)
 
 
+def test_edited_code_of_the_user_is_named_and_refuses_nothing(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    (folder / "own").mkdir()
+    (folder / "own" / "__init__.py").write_text("from .scores import score\n")
+    (folder / "own" / "scores.py").write_text("import json, areal_megatron.config, helping\nraise SystemExit\n")
+    (folder / "helping.py").write_text("import own.scores\n")
+    (folder / "agent.py").write_text("from own import world as w\n")
+    (folder / "own" / "world.py").write_text("SIZE = 3\n")
+    reward = RewardConfig(function="own:score", group_function="agent:terms")
+    config = config_of(folder, reward=reward, rollout=RolloutConfig(workflow="agent:run", max_new_tokens=16))
+    saved = saved_by(config, folder / "version-000002")
+
+    def told():
+        said, (now, prompts) = [], drawn(config)
+        assert goes_on(saved, now, prompts, folder, own=True, say=said.append)
+        return said
+
+    assert told() == []
+    (folder / "helping.py").write_text("import own.scores  # mended\n")
+    after = "edited since the checkpoint was made; answers of the old code and of the new are trained"
+    assert told() == [f"helping.py: {after}"]
+    (folder / "own" / "scores.py").write_text("")
+    (folder / "agent.py").write_text("async def run(episode ...\n")  # which the launcher refuses
+    assert told() == [f"own/scores.py, agent.py: {after}"]
+
+
 def test_an_environment_is_named_by_its_number(folder):
     own = [EnvironmentConfig(name=name, train=save(folder / f"{name}.jsonl", rows_of(name + "{}"))) for name in "ab"]
     config = config_of(folder, environments=own)
