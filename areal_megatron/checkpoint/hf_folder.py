@@ -48,6 +48,8 @@ _READ = SAFETENSORS_DTYPES | {"F8_E4M3": FP8}
 _SAFETENSORS_WORDS = {dtype: word for word, dtype in SAFETENSORS_DTYPES.items()}
 HEADER_LIMIT = 100 * 2**20
 """Bytes of a safetensors header; the safetensors library refuses more."""
+MOST_TENSORS = 200_000
+"""In one safetensors file, which are read in seconds; the largest models have 140,000 in all."""
 SHARD_BYTES = 4 * 2**30
 """Bytes of the largest file that is written unless somebody asks for another size."""
 
@@ -296,7 +298,10 @@ def safetensors_entries(path: Path) -> dict[str, SafetensorsEntry]:
             (length,) = struct.unpack("<Q", file.read(8))
             if length > HEADER_LIMIT:
                 raise ValueError("its header is too long")
-            header = parse_json(file.read(length))
+            text = file.read(length)
+        if text.count(b'"data_offsets"') > MOST_TENSORS:
+            raise ValueError(f"it has more than {MOST_TENSORS:,} tensors")
+        header = parse_json(text)
         header.pop("__metadata__", None)
         entries = {}
         for name, entry in header.items():

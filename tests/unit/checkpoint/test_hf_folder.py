@@ -126,6 +126,16 @@ def test_what_the_library_of_safetensors_refuses_is_refused(tmp_path, header):
         safetensors_extents(file, ["a"])
 
 
+def test_a_header_of_more_tensors_than_any_model_has_is_not_read(tmp_path, monkeypatch):
+    monkeypatch.setattr("areal_megatron.checkpoint.hf_folder.MOST_TENSORS", 3)
+    file = tmp_path / "model.safetensors"
+    save_file({f"data_offsets.{number}": np.zeros(1, np.float32) for number in range(3)}, file)
+    assert len(safetensors_extents(file, [])[0]) == 3
+    save_file({f"{number}": np.zeros(1, np.float32) for number in range(4)}, file)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is .*: it has more than 3 tensors"):
+        safetensors_extents(file, [])
+
+
 def test_empty_tensors_take_no_place(tmp_path):
     save_file({name: np.zeros(n, np.float32) for name, n in (("a", 0), ("b", 2), ("c", 0))}, tmp_path / "x.safetensors")
     assert safetensors_extents(tmp_path / "x.safetensors", ["b"])[0] == {"a", "b", "c"}
