@@ -36,6 +36,7 @@ _OWN_REFS = r"refs/(?:convert/[^/@,\s]+|pr/\d+)"
 _FILE = re.compile(rf"{_ADDRESS}(?P<name>{_REPO})(?:@(?P<revision>{_OWN_REFS}|[^/@,\s]+))?/(?P<file>.+)")
 _SNAPSHOT = re.compile(r"models--(?P<owner>[^/]+?)--(?P<name>[^/]+)/snapshots/(?P<revision>[0-9a-f]{40})/?$")
 _WHOLE = re.compile(r"[0-9a-f]{40}")
+_WEIGHTS = re.compile(r"(?!consolidated)[^/]*\.safetensors")
 _SHARD = re.compile(r"-\d+-of-\d+(-[0-9a-f]+)?$")
 _SPLITS = {
     "train": ("train", "training"),
@@ -131,6 +132,16 @@ def model_folder(
         raise ConfigError(f"{key}: {repo.name} has no *.safetensors file on the hub; name a model that has some")
     print(f"{key}: {repo.name} at {repo.revision}: {folder}", file=sys.stderr, flush=True)
     return folder
+
+
+def has_weights(folder: str) -> bool:
+    """Whether no weights of a model's folder are to be fetched: it is a user's own, or in the hub's cache with all of
+    the files that the hub lists. Asks nobody."""
+    if not (cached := _SNAPSHOT.search(folder)):
+        return Path(folder).exists()
+    repo = HubRepo("model", f"{cached['owner']}/{cached['name']}", cached["revision"])
+    names = [name for name in _names(repo, Path(folder)) if _WEIGHTS.fullmatch(name)]
+    return bool(names) and all((Path(folder) / name).exists() for name in names)
 
 
 def pin(repo: HubRepo, key: str, before: Mapping[str, str]) -> HubRepo:

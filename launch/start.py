@@ -160,11 +160,13 @@ def check(
     """Checks everything and returns the run; the first arguments are those of plan.plan. Raises ConfigError.
 
     `run`: the config's, as its launcher holds it; None: nothing is to be started, and of a model on the hub only the
-    description is fetched. `python`: as check_packages.
+    description is fetched, and its weights are checked if they are here. `python`: as check_packages.
     """
-    weights = run is not None or Path(config.model.path).exists()
+    fetched = run is not None or Path(config.model.path).exists()
     check_trackers(config.track)
-    fetch(config, run, weights)
+    fetch(config, run, fetched)
+    models = filter(None, (config.model.path, config.ppo.penalty.kl_model, config.reward.model))
+    weights = fetched or all(map(hub.has_weights, models))
     outcome = plan(config, nodes, rollout_nodes, gpu_gib=gpu_gib, weights=weights)
     if outcome.memory.shared and not gpu_gib:
         raise ConfigError(

@@ -15,7 +15,7 @@ from areal_megatron import config_file, convert, evaluate, hub
 from areal_megatron.config import ConfigError
 from areal_megatron.data.files import fetch, records, source_names
 from areal_megatron.hub import HubData, HubRepo, model_folder, split_files
-from areal_megatron.launch import start, submit
+from areal_megatron.launch import local, start, submit
 from areal_megatron.run import Run
 from tests.support.hub_server import HubServer
 
@@ -378,6 +378,19 @@ def test_commands_take_names_from_the_environment_of_a_user(server, model, world
         )
         assert done.returncode == 0 and "trainer-0" in done.stdout, done.stderr
     assert "model.safetensors" not in server.downloads() and not (tmp_path / "x").exists()
+
+
+def test_a_dry_run_looks_at_weights_that_are_here(server, model, world, tmp_path, capsys):
+    data = [f"data.train={world / 'train.jsonl'}", f"data.eval={world / 'heldout.jsonl'}", f"runs_dir={tmp_path}"]
+    arguments = [str(ROOT / "configs/tiny_cpu.yaml"), "model.path=Tiny/Model-1.5B", *data, "machine.slots=2"]
+    weights = Path(model_folder("Tiny/Model-1.5B", "model.path")) / "model.safetensors"
+    count, content = len(server.downloads()), weights.read_bytes()
+    assert local.main([*arguments, "--dry-run"]) == 0
+    weights.resolve().write_bytes(content[:-4])
+    assert local.main([*arguments, "--dry-run"]) == 2
+    assert "model.safetensors is truncated" in capsys.readouterr().err
+    weights.unlink()
+    assert local.main([*arguments, "--dry-run"]) == 0 and len(server.downloads()) == count
 
 
 def test_what_is_submitted_has_been_fetched_and_a_dry_run_needs_the_description_alone(
