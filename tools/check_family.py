@@ -21,7 +21,6 @@ them take about two and a half minutes on two cores.
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import json
 import os
@@ -40,20 +39,23 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from areal_megatron.arguments import Parser
 from areal_megatron.config import ConfigError
 from areal_megatron.convert import from_hf, to_hf
+from areal_megatron.errors import printable
 from areal_megatron.models.architecture import Architecture, architecture, read_config
 from areal_megatron.observe.metrics import read_metrics
 from areal_megatron.reshard import engine_layout, trainer_layout
 from areal_megatron.reshard.engine_layout import EngineSizes
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 from areal_megatron.run import Run
-from areal_megatron.shown import speak_utf8
+from areal_megatron.shown import guard
 from tests.support.loading import LONGEST_S, load
 from tests.support.trainer_ranks import RankFailed, TrainerRanks
 from tools.family import tiny
 
 ROOT = Path(__file__).resolve().parents[1]
+PROGRAM = "check_family.py"
 MODEL = "model"
 DERIVED = (".W_UV", ".W_UK_T")
 """How the names of parameters end that vLLM makes of others after loading; updates bring none."""
@@ -359,12 +361,18 @@ def _listed(names: Sequence[str]) -> str:
 
 def check(hf_config: dict, folder: Path, names: Collection[str]) -> bool:
     """Prints the outcome of the parts of these names, and returns whether all are right. Raises ConfigError for a
-    config.json without a table."""
+    config.json without a table, and for one of which transformers makes no model."""
     architecture(hf_config)
-    config = tiny.shrunk(hf_config)
-    changed = [f"{key} {value} for {hf_config[key]}" for key, value in _numbers(config) if hf_config.get(key) != value]
-    print(f"a tiny model: {', '.join(changed)}", flush=True)
-    tensors = tiny.write(config, folder / MODEL)
+    try:
+        config = tiny.shrunk(hf_config)
+        changed = [
+            f"{key} {value} for {hf_config[key]}" for key, value in _numbers(config) if hf_config.get(key) != value
+        ]
+        print(f"a tiny model: {', '.join(changed)}", flush=True)
+        tensors = tiny.write(config, folder / MODEL)
+    except Exception as e:  # transformers raises anything for values that it does not expect
+        said = printable(" ".join(f"{type(e).__name__}: {e}".split()))
+        raise ConfigError(f"config.json: no tiny model can be made of it: {said}") from None
     described = architecture(read_config(folder / MODEL))
     subject = Subject(folder, tensors, described, TrainerRanks())
     failed: set[str] = set()
@@ -401,26 +409,26 @@ def _with_what_it_needs(name: str) -> set[str]:
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns its exit code."""
-    speak_utf8()
-    parser = argparse.ArgumentParser(prog="check_family.py", description=__doc__.partition("\n")[0])
+    guard()
+    parser = Parser(prog=PROGRAM, description=__doc__.partition("\n")[0])
     parser.add_argument("folder", metavar="HF_DIR", type=Path)
     parser.add_argument("--only", choices=[part.name for part in PARTS], help="one part, with those that it needs")
     parser.add_argument("--out", type=Path, help="where the tiny model and what becomes of it is kept")
     options = parser.parse_args(arguments)
+    transformers.utils.logging.disable_progress_bar()
+    warnings.simplefilter("ignore")  # of libraries about themselves, here and in the processes that are started
+    os.environ["PYTHONWARNINGS"] = "ignore"
+    names = _with_what_it_needs(options.only) if options.only else {part.name for part in PARTS}
     try:
         hf_config = read_config(options.folder)
         architecture(hf_config)
-    except ConfigError as e:
-        print(f"check_family.py: {e}", file=sys.stderr)
+        with tempfile.TemporaryDirectory(prefix="family-") as temporary:
+            folder = (options.out or Path(temporary)).resolve()
+            folder.mkdir(parents=True, exist_ok=True)
+            return 0 if check(hf_config, folder, names) else 1
+    except (ConfigError, OSError) as e:
+        print(f"{PROGRAM}: {e}", file=sys.stderr)
         return 2
-    transformers.utils.logging.disable_progress_bar()
-    with tempfile.TemporaryDirectory(prefix="family-") as temporary:
-        folder = (options.out or Path(temporary)).resolve()
-        folder.mkdir(parents=True, exist_ok=True)
-        warnings.simplefilter("ignore")  # of libraries about themselves, here and in the processes that are started
-        os.environ["PYTHONWARNINGS"] = "ignore"
-        names = _with_what_it_needs(options.only) if options.only else {part.name for part in PARTS}
-        return 0 if check(hf_config, folder, names) else 1
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from areal_megatron.models.pattern import NUMBER, taken_numbers
 from areal_megatron.reshard.engine_layout import EngineSizes
 from areal_megatron.reshard.plan import Plan, Planner, Transfer
 from areal_megatron.reshard.trainer_layout import MegatronSizes
-from areal_megatron.shown import speak_utf8
+from areal_megatron.shown import guard
 
 CHANGE_BYTES = {"none": 2.1, "zstd": 1.1}
 """What a change takes of bfloat16 weights at a learning rate of 1e-6 (docs/resharding.md)."""
@@ -166,7 +166,7 @@ def _numbers(tensor: str, transfers: list[Transfer]) -> str:
 
 
 def main() -> None:
-    speak_utf8()
+    guard()
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("config", type=Path)
     parser.add_argument("overrides", nargs="*", metavar="key=value")

@@ -189,6 +189,32 @@ def test_a_model_without_a_table_is_told_the_nearest(tmp_path):
     )
 
 
+def told(capsys, *arguments):
+    try:
+        code = check_family.main([*map(str, arguments), "--only", "table"])
+    except SystemExit as e:
+        code = e.code
+    (line,) = capsys.readouterr().err.splitlines()
+    assert code == 2 and line.isprintable()
+    return line
+
+
+@pytest.mark.parametrize("value", [None, [], "\x1b[31m4", 1.5])
+@pytest.mark.parametrize("key", ["head_dim", "num_experts_per_tok"])
+def test_a_config_of_which_no_model_is_made_is_refused_in_one_line(tmp_path, capsys, key, value):
+    config = read_config(ROOT / "configs" / "models" / EXPERTS)
+    (tmp_path / "config.json").write_text(json.dumps(config | {key: value}))
+    assert "config.json" in told(capsys, tmp_path, "--out", tmp_path / "out")
+
+
+def test_a_folder_and_options_that_are_none_are_told_in_one_line(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    model = ROOT / "configs" / "models" / QWEN3
+    assert "file/out" in told(capsys, model, "--out", tmp_path / "file" / "out")
+    assert "no option --onyl" in told(capsys, model, "--onyl", "run")
+    assert "\\x1b" in told(capsys, "no\x1b[31mwhere")
+
+
 def saved(folder, model, **sizes):
     """A folder as transformers writes it, which adds keys and lists of its own."""
     config = CONFIG_MAPPING[model](**sizes)
