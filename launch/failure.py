@@ -56,7 +56,7 @@ class Failure:
     out_of_memory: bool = False
     """Whether the kernel has ended processes of its machine at that time, since memory had run out."""
     repeated: bool = False
-    """Whether it is the failure before once more (Failures)."""
+    """Whether it is an earlier failure once more (Failures)."""
 
     @classmethod
     def of(cls, process: Child | Remote, ended: str = "") -> Failure:
@@ -125,17 +125,22 @@ class Failures:
     """
 
     def __init__(self):
-        self._last: dict[str, tuple[frozenset[str] | None, int]] = {}
+        self._known: dict[str, list[tuple[frozenset[str] | None, int]]] = {}
+        """The failures since something was trained that had not been before: signature and version, whoever failed."""
 
     def repeats(self, whose: str, failure: Failure, version: int, served: bool = True) -> bool:
-        """Notes a failure, and returns whether it is the one before once more, without progress in between.
+        """Notes a failure, and returns whether there has been the same without progress in between, whatever other ones
+        came in between.
 
-        `version`: how far the run had come when it failed. Another version than before is progress, after which the
+        `version`: how far the run had come when it failed. A later version than before is progress, after which the
         same may happen again and be no sign that it always will; but not to an engine that has not `served` since.
         """
-        before, before_version = self._last.get(whose, (None, 0))
-        now = self._last[whose] = failure.signature, version
-        return _is_same(before, now[0]) and (version == before_version or not served)
+        known, now = self._known.get(whose, []), failure.signature
+        if served and version > max((at for _, at in known), default=version):
+            known = []
+        same = [one for one in known if _is_same(one[0], now)]
+        self._known[whose] = [*(one for one in known if one not in same), (now, version)]
+        return any(at == version or not served for _, at in same)
 
 
 def signal_name(number: int) -> str:

@@ -144,17 +144,24 @@ def test_the_same_failure_is_never_quite_the_same(first, again):
     assert [failures.repeats("trainer", replace(FAILED, cause=said), 3) for said in (first, again)] == [False, True]
 
 
+OTHER, KILLED = replace(FAILED, cause="KeyError: 'eos'"), replace(FAILED, code=-signal.SIGKILL, cause="")
+
+
 @pytest.mark.parametrize(
-    "other",
+    ("failed", "repeats"),
     [
-        (replace(FAILED, cause="KeyError: 'eos'"), 3),
-        (FAILED, 4),  # a version was trained in between
-        (FAILED, 2),
+        ([(FAILED, 3), (OTHER, 3), (FAILED, 3), (OTHER, 3)], [0, 0, 1, 1]),
+        ([(FAILED, 3), (KILLED, 3), (OTHER, 3), (FAILED, 3)], [0, 0, 0, 1]),
+        ([(FAILED, 3), (OTHER, 2), (FAILED, 3), (OTHER, 2)], [0, 0, 1, 1]),  # what was trained in between was so before
+        ([(FAILED, 3), (OTHER, 4), (FAILED, 3), (OTHER, 4)], [0, 0, 0, 1]),
+        ([(FAILED, 3), (FAILED, 4), (FAILED, 3)], [0, 0, 0]),  # a version was trained in between
+        ([(FAILED, 3), (FAILED, 2), (FAILED, 3)], [0, 0, 0]),
+        ([(FAILED, 3), (OTHER, 3), (OTHER, 4), (FAILED, 4)], [0, 0, 0, 0]),
     ],
 )
-def test_another_failure_or_point_does_not(other):
+def test_a_failure_repeats_whatever_came_in_between_but_progress(failed, repeats):
     failures = Failures()
-    assert not any(failures.repeats("trainer", *failed) for failed in [(FAILED, 3), other, (FAILED, 3)])
+    assert [failures.repeats("trainer", *one) for one in failed] == list(map(bool, repeats))
 
 
 @pytest.mark.parametrize(
