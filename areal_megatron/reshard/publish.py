@@ -39,12 +39,13 @@ import torch
 from torch import Tensor
 
 from areal_megatron.observe.timeline import Timeline
+from areal_megatron.reshard.carriers.base import Deadline, LinkEnd, LinkError, Members, connect
 from areal_megatron.reshard.carriers.streams import Dialer
 from areal_megatron.reshard.copies import Copies, bind, pack
 from areal_megatron.reshard.plan import Bucket, Plan, Planner
 from areal_megatron.reshard.published import Choice, Cost, Publications
 from areal_megatron.reshard.session import publication, version_of
-from areal_megatron.reshard.transport import Deadline, Link, LinkError, Members, Message, connect
+from areal_megatron.reshard.transport import Link, Message
 from areal_megatron.run import RunError
 
 _LOOKING = ThreadPoolExecutor(2, thread_name_prefix="changes")
@@ -115,7 +116,7 @@ class Publisher:
             timeout_s=timeout_s,
             on_delivered=on_delivered if rank == 0 else None,
             timeline=timeline,
-            through_host=link == "host",
+            link=link,
             update=update,
             published=Publications(compress),
             tls=tls,
@@ -213,8 +214,8 @@ class TrainerRank:
     on_delivered: OnDelivered | None
     """None on every rank but the first."""
     timeline: Timeline
-    through_host: bool = False
-    """Whether messages travel between buffers in the memory of the host."""
+    link: str = "device"
+    """The setting reshard.link."""
     update: str = "full"
     """The setting reshard.update."""
     published: Publications = field(default_factory=lambda: Publications(None))
@@ -278,13 +279,15 @@ class Outlet:
             )
         if self._link is None:
             self._link = Link(
-                engine=self.engine,
-                generation=self.generation,
-                store=self.trainer.store,
-                device=self.trainer.device,
-                timeout_s=self.trainer.timeout_s,
-                through_host=self.trainer.through_host,
-                site=Dialer(self._site, self.trainer.tls) if self._site else None,
+                LinkEnd(
+                    engine=self.engine,
+                    generation=self.generation,
+                    store=self.trainer.store,
+                    device=self.trainer.device,
+                    timeout_s=self.trainer.timeout_s,
+                    link=self.trainer.link,
+                    site=Dialer(self._site, self.trainer.tls) if self._site else None,
+                )
             )
             if self.trainer.rank == 0:
                 self._link.serve(self.plan.destinations)

@@ -39,11 +39,11 @@ from areal_megatron.config import ConfigError
 from areal_megatron.credentials import Credentials
 from areal_megatron.network import CREDENTIALS_FILE, Site, address
 from areal_megatron.reshard.boxes import LayoutError
+from areal_megatron.reshard.carriers.base import LinkError
 from areal_megatron.reshard.carriers.streams import Listener
 from areal_megatron.reshard.engine_layout import EngineSizes
 from areal_megatron.reshard.reception import Inlet, Live, Reception, Shard, reserve
 from areal_megatron.reshard.session import ABORT_BODY, ROOM, LinkInfo
-from areal_megatron.reshard.transport import LinkError
 
 log = init_logger("vllm.areal_megatron.receive")
 

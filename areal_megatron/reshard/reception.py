@@ -33,6 +33,7 @@ from torch import Tensor
 
 from areal_megatron.reshard import engine_layout
 from areal_megatron.reshard.boxes import LayoutError
+from areal_megatron.reshard.carriers.base import Deadline, LinkEnd, LinkError, Members
 from areal_megatron.reshard.carriers.streams import Listener
 from areal_megatron.reshard.changes import Changes, ChangesError, bits, decode
 from areal_megatron.reshard.copies import Copies, bind, pack, settle, unpack
@@ -40,7 +41,7 @@ from areal_megatron.reshard.edits import Edit, Places, Room, move
 from areal_megatron.reshard.engine_layout import EngineSizes
 from areal_megatron.reshard.plan import Bucket, Plan, largest_bucket
 from areal_megatron.reshard.session import LinkInfo
-from areal_megatron.reshard.transport import Deadline, Link, LinkError, Members, Message
+from areal_megatron.reshard.transport import Link, Message
 
 _EDITED = 1 / 16
 """Changes are written one by one at a commit if they take up to so much of their message's place; above, copying the
@@ -125,13 +126,15 @@ class Inlet:
         def join() -> None:
             try:
                 self.link = Link(
-                    engine=info.engine,
-                    generation=info.generation,
-                    store=info.store,
-                    device=shard.staging.device,
-                    timeout_s=info.timeout_s,
-                    through_host=info.link == "host",
-                    site=shard.site,
+                    LinkEnd(
+                        engine=info.engine,
+                        generation=info.generation,
+                        store=info.store,
+                        device=shard.staging.device,
+                        timeout_s=info.timeout_s,
+                        link=info.link,
+                        site=shard.site,
+                    )
                 )
                 plan = info.planner().plan(info.engine)
                 members = Members.of(plan)

@@ -5,7 +5,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from areal_megatron.reshard.transport import connect
+from areal_megatron.reshard.carriers.base import connect
 
 
 def open_store() -> dist.TCPStore:

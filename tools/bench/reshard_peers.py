@@ -37,11 +37,12 @@ from areal_megatron.config_file import load
 from areal_megatron.models.architecture import read_config
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.reshard import trainer_layout
+from areal_megatron.reshard.carriers.base import Deadline, LinkEnd, Members, connect
 from areal_megatron.reshard.plan import Bucket, Planner
 from areal_megatron.reshard.publish import Publisher, Received
 from areal_megatron.reshard.session import LinkInfo
 from areal_megatron.reshard.trainer_layout import MegatronSizes
-from areal_megatron.reshard.transport import Deadline, Link, Members, Message, connect
+from areal_megatron.reshard.transport import Link, Message
 from areal_megatron.run import Run, from_command_line
 
 BUCKET_BYTES = 2**30
@@ -78,11 +79,13 @@ class RawLink:
         self._buffers = [(bucket, torch.ones(bucket.elements, dtype=dtype)) for bucket in own]
         self._timeout_s = init_info["timeout_s"]
         self._link = Link(
-            engine=RAW + init_info["engine"],
-            generation=init_info["generation"],
-            store=init_info["store"],
-            device=torch.device("cpu"),
-            timeout_s=self._timeout_s,
+            LinkEnd(
+                engine=RAW + init_info["engine"],
+                generation=init_info["generation"],
+                store=init_info["store"],
+                device=torch.device("cpu"),
+                timeout_s=self._timeout_s,
+            )
         )
         members = Members.of(plan)
         member = members.trainer(rank) if self._sends else members.engine(rank - trainers.ranks)

@@ -16,10 +16,11 @@ from typing import Any
 import psutil
 import torch
 
+from areal_megatron.reshard.carriers.base import Deadline, LinkEnd, LinkError, Members, connect
 from areal_megatron.reshard.engine_layout import EngineSizes
 from areal_megatron.reshard.plan import Bucket, Planner
 from areal_megatron.reshard.trainer_layout import MegatronSizes
-from areal_megatron.reshard.transport import Deadline, Link, LinkError, Members, Message, connect
+from areal_megatron.reshard.transport import Link, Message
 from tests.support.link_store import open_store
 from tools.bench.reshard_device import QWEN_1_5B, SMALL
 from tools.evidence.ceilings import product_rate
@@ -122,7 +123,7 @@ def lose_peer(rank: int, device: str, small: bool, store: str) -> dict[str, Any]
 
 
 def _link(rank: int, device: torch.device, store: str, number: int) -> Link:
-    link = Link(engine=number, generation=1, store=store, device=device, timeout_s=LINK_TIMEOUT_S)
+    link = Link(LinkEnd(engine=number, generation=1, store=store, device=device, timeout_s=LINK_TIMEOUT_S))
     link.join(Members(senders=[0], engine_ranks=1), rank)
     link.meet(Deadline(LINK_TIMEOUT_S), update=1, stop=lambda: None)
     return link

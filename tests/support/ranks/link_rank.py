@@ -19,13 +19,14 @@ import torch
 from safetensors.torch import load_file
 
 from areal_megatron.observe.timeline import Timeline
+from areal_megatron.reshard.carriers.base import LinkError
 from areal_megatron.reshard.engine_layout import EngineSizes
 from areal_megatron.reshard.plan import Planner
 from areal_megatron.reshard.publish import Publisher
 from areal_megatron.reshard.reception import Inlet, Reception, Shard, reserve
 from areal_megatron.reshard.session import LinkInfo
 from areal_megatron.reshard.trainer_layout import MegatronSizes
-from areal_megatron.reshard.transport import Link, LinkError
+from areal_megatron.reshard.transport import Link
 from tests.support.reshard_oracle import megatron_shard, vllm_parameters
 
 

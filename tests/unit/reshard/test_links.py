@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 
 from areal_megatron.models.architecture import read_config
-from areal_megatron.reshard import reception, transport
+from areal_megatron.reshard import carriers, reception, transport
+from areal_megatron.reshard.carriers.base import Deadline, LinkEnd, LinkError, Members
 from areal_megatron.reshard.plan import Planner
-from areal_megatron.reshard.transport import Deadline, Link, LinkError, Members
+from areal_megatron.reshard.transport import Link
 from tests.support.link_store import open_store
 from tests.support.links import Pools
 from tests.support.reshard_oracle import write_model
@@ -37,9 +38,9 @@ class RecordedNccl:
 
     def __init__(self, store, rank, size, options):
         self.store, self.rank, self.size, self.options = store, rank, size, options
-        self.environment = {name: os.environ.get(name) for name in transport._NCCL_SETTINGS}
+        self.environment = {name: os.environ.get(name) for name in carriers.nccl.SETTINGS}
         self.communicators, self.under_way, self.most = Counter(), 0, 0
-        self._eager, self._gloo = False, transport._gloo_group(self.keys, rank, size, 20.0)
+        self._eager, self._gloo = False, carriers.gloo.group(self.keys, rank, size, 20.0)
         self.made.append(self)
 
     def eager_connect_single_device(self, device):
@@ -75,8 +76,8 @@ class RecordedNccl:
 def nccl(monkeypatch):
     recorded = type("ProcessGroupNCCL", (RecordedNccl,), {"made": [], "keys": dist.HashStore()})
     monkeypatch.setattr(dist, "ProcessGroupNCCL", recorded, raising=False)
-    monkeypatch.setattr(Link, "uses_nccl", property(lambda link: True))
-    monkeypatch.setattr(transport, "library", lambda: "NCCL 2.29.7")
+    monkeypatch.setitem(carriers.CARRIERS, "device", carriers.Nccl)
+    monkeypatch.setattr(carriers.nccl, "library", lambda: "NCCL 2.29.7")
     return recorded.made
 
 
@@ -105,7 +106,7 @@ def test_what_nccl_is_told(pools, nccl):
         assert group.options.is_high_priority_stream
         assert group.environment["TORCH_NCCL_ENABLE_MONITORING"] == "0", "its monitor may end the process"
         assert group.environment["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "2"
-    assert not set(transport._NCCL_SETTINGS) & set(os.environ)
+    assert not set(carriers.nccl.SETTINGS) & set(os.environ)
 
 
 def test_trainer_ranks_that_send_nothing_neither_join_nor_wait(pools, nccl, monkeypatch):
@@ -132,7 +133,7 @@ def test_a_member_that_dies_while_it_connects_holds_nobody_beyond_the_deadline(n
     store = open_store()
     address, device = f"127.0.0.1:{store.port}", torch.device("cpu")
     link, other = (
-        Link(engine=engine, generation=1, store=address, device=device, timeout_s=30.0) for engine in range(2)
+        Link(LinkEnd(engine=engine, generation=1, store=address, device=device, timeout_s=30.0)) for engine in range(2)
     )
     link.join(Members([0], 1), 1)
     link.say("member/0", "")  # so it was there a moment ago
@@ -234,8 +235,8 @@ def test_a_link_through_the_host_delivers_every_parameter(pools, kind, device):
     links = [inlet.link for inlet in link.inlets] + [publisher._outlets[0].link() for publisher in link.publishers]
     own = {tensor.data_ptr() for publisher in link.publishers for tensor in publisher._parameters().values()}
     for end in links:
-        wires = [wire for turns in end._wires.values() for wire in turns]
-        assert len(wires) == 2 * len(end._wires) > 0 and not own & {wire.data_ptr() for wire in wires}
+        wires = [wire for turns in end.carrier.wires.values() for wire in turns]
+        assert len(wires) == 2 * len(end.carrier.wires) > 0 and not own & {wire.data_ptr() for wire in wires}
         assert all(wire.is_pinned() == (device != "cpu") for wire in wires)
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from areal_megatron.observe.timeline import Timeline
-from areal_megatron.reshard import engine_layout, trainer_layout, transport
+from areal_megatron.reshard import carriers, engine_layout, trainer_layout
 from areal_megatron.reshard.boxes import LayoutError
 from areal_megatron.reshard.engine_layout import EngineSizes
 from areal_megatron.reshard.plan import Planner
@@ -73,10 +73,10 @@ def test_a_link_uses_the_network_interface_that_the_run_uses(monkeypatch):
     """Without one it would take the address of this machine's name, which may be 127.0.0.1."""
     arguments = dist.HashStore(), 0, 1, 5.0
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    transport._gloo_group(*arguments)
+    carriers.gloo.group(*arguments)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none0")
     with pytest.raises(RuntimeError, match="none0"):
-        transport._gloo_group(*arguments)
+        carriers.gloo.group(*arguments)
 
 
 @pytest.mark.parametrize("first", ["trainer", "engine"])
@@ -84,8 +84,8 @@ def test_two_versions_of_nccl_are_named_on_both_sides_at_once(parameters, tmp_pa
     def library():
         return "NCCL 2.27.5" if threading.current_thread().name.startswith("join") else "NCCL 2.29.3"
 
-    monkeypatch.setattr(transport, "library", library)
-    monkeypatch.setattr(transport.Link, "uses_nccl", True)
+    monkeypatch.setattr(carriers.nccl, "library", library)
+    monkeypatch.setitem(carriers.CARRIERS, "device", carriers.Nccl)
     store, delivered, begun = open_store(), queue.Queue(), time.monotonic()
     planner = Planner(CONFIG, MegatronSizes(), EngineSizes())
     timeline = Timeline(tmp_path / "timeline.jsonl", "trainer-0")

@@ -1,0 +1,149 @@
+"""Messages between GPUs, by NCCL; all members connect at the first update of a generation.
+
+A rank has one message of a link on its way at most, and posts the next when it has seen that one arrive: a link has one
+communicator, and that has one stream. A GPU holds the work of all its streams in a few queues, and a second message
+that waited there for the first could hold up the all-reduce of a training step, which another rank needs before it gets
+to the message for which everybody waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from areal_megatron.errors import first_line
+from areal_megatron.reshard.carriers.base import Carrier, Deadline, LinkEnd, LinkError, Members, Work
+
+SETTINGS = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",
+}
+"""With these, torch's watchdog aborts a link's group when a peer dies, and no more. By default it ends the process: at
+once, or some minutes later if a dump of what hangs is asked for, or if its monitor sees no progress
+(ProcessGroupNCCL.cpp). The last one silences a warning that messages wait for each other, as here they should."""
+_settings = threading.Lock()
+_BLOCKS = 2, 4
+"""The fewest and the most thread blocks of a message on the GPU, which its computation lacks for so long."""
+_LOOK_S = 0.0001
+"""The pause between two looks whether a message on the GPU has arrived. torch's own wait looks every millisecond."""
+
+
+class Nccl(Carrier):
+    """A communicator of the link's own."""
+
+    most_under_way = 1
+
+    def __init__(self, end: LinkEnd):
+        super().__init__(end)
+        self._group: dist.Backend | None = None
+
+    @property
+    def library(self) -> str:
+        return library()
+
+    def join(self, keys: dist.Store, members: Members, member: int) -> None:
+        self._keys, self._members, self._member = keys, len(members), member
+
+    def meet(self, wait: Callable[[Mapping[str, str]], object]) -> None:
+        """Connects all members, once in a generation.
+
+        What torch would wait for in the store without a deadline, and with every other link of the process waiting
+        behind it, is waited for here by `wait`.
+        """
+        if self._group:
+            return
+        self._keys.set(f"member/{self._member}", "")
+        wait({f"member/{number}": f"member {number} to connect" for number in range(self._members)})
+        self._pairs = _PolledStore(
+            dist.PrefixStore("pairs", self._keys), lambda key: wait({f"pairs/{key}": f"NCCL's {key} of member 0"})
+        )
+        self._group = _group(self._pairs, self._member, self._members, self.end.timeout_s)
+        try:
+            self._group.eager_connect_single_device(self.end.device)
+        except RuntimeError as e:
+            raise LinkError(f"{self.end.name}: cannot connect over NCCL: {first_line(e)}") from None
+
+    def queue(self, peer: int) -> int:
+        return 0
+
+    def send(self, flat: Tensor, peer: int, tag: int) -> Work:
+        return self._group.send([flat], peer, tag)
+
+    def receive(self, flat: Tensor, peer: int, tag: int) -> Work:
+        return self._group.recv([flat], peer, tag)
+
+    def wait(self, work: Work, deadline: Deadline) -> None:
+        # torch's wait puts one into the GPU's queues first, which holds up what comes after it there until the message
+        # has arrived.
+        while not work.is_completed() and not deadline.passed:
+            time.sleep(_LOOK_S)
+        work.wait(deadline.left)
+
+    def abort(self) -> None:
+        if self._group:
+            with contextlib.suppress(RuntimeError):  # the group may have failed already
+                self._group.abort()
+
+
+def library() -> str:
+    """Returns NCCL's name and version."""
+    version = ctypes.c_int()
+    try:  # the one that torch has loaded, which need not be the one whose headers it was built with
+        ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOW | os.RTLD_NOLOAD).ncclGetVersion(ctypes.byref(version))
+    except OSError:  # NCCL is part of torch's own library
+        return "NCCL " + ".".join(map(str, torch.cuda.nccl.version()))
+    major, rest = divmod(version.value, 10_000)
+    return f"NCCL {major}.{rest // 100}.{rest % 100}"
+
+
+def _group(store: dist.Store, member: int, members: int, timeout_s: float) -> dist.Backend:
+    """Returns a group that has one communicator once `eager_connect_single_device` was called, which every member must.
+
+    Otherwise torch would make one for each pair that exchanges messages (ProcessGroupNCCL::pointToPoint), with buffers
+    of its own on both GPUs.
+    """
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=timeout_s)
+    options.config.blocking = 1
+    options.config.min_ctas, options.config.max_ctas = _BLOCKS
+    # A pool of streams that nothing else draws from, so that no message shares a stream with training or generation.
+    # torch deals its 32 streams in turns: two groups of a process share one if 31 others were made between them.
+    options.is_high_priority_stream = True
+    with _settings:
+        before = {name: os.environ.get(name) for name in SETTINGS}
+        os.environ.update(SETTINGS)
+        try:
+            return dist.ProcessGroupNCCL(store, member, members, options)  # reads the settings here only
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+class _PolledStore(dist.Store):
+    """A store for torch that never waits inside torch: a TCPStore that waits for a key keeps all threads of the process
+    from using it. `wait` is called with each key that is asked for; it returns when the key is set, or raises."""
+
+    def __init__(self, keys: dist.Store, wait: Callable[[str], None]):
+        super().__init__()
+        self._keys, self._wait = keys, wait
+
+    def set(self, key: str, value: bytes) -> None:
+        self._keys.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        self._wait(key)
+        return self._keys.get(key)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._keys.check(keys)

@@ -1,0 +1,64 @@
+"""Messages to an engine at another site over TLS streams, which carry its use of the keys too (streams.py)."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+
+import torch.distributed as dist
+from torch import Tensor
+
+from areal_megatron.reshard.carriers.base import Carrier, LinkEnd, Members, Work
+from areal_megatron.reshard.carriers.streams import KEYS, Dialer, Listener, RemoteKeys, Stream, Streams, serve_keys
+
+
+class Tls(Carrier):
+    """A stream for each pair of members, and one for the keys of each engine rank. Trainer ranks dial, engine ranks
+    listen."""
+
+    library = "TLS"
+
+    def __init__(self, end: LinkEnd):
+        super().__init__(end)
+        self._name = f"{end.store} {end.engine}/{end.generation}"
+        self._served: list[Stream] = []
+        self._ends: list[Streams | RemoteKeys] = []
+
+    def keys(self) -> dist.Store | RemoteKeys:
+        site = self.end.site
+        if isinstance(site, Dialer):
+            return super().keys()
+        site.begin(self._name)
+        keys = RemoteKeys(functools.partial(site.take, self._name, KEYS), self.end.timeout_s)
+        self._ends.append(keys)
+        return keys
+
+    def serve(self, engine_ranks: int, keys: dist.Store, on_lost: Callable[[int, str], None]) -> None:
+        deadline = time.monotonic() + self.end.timeout_s
+        for rank in range(engine_ranks):
+            stream = self.end.site.dial(rank, self._name, KEYS, deadline)
+            self._served.append(stream)
+            serve_keys(stream, keys, functools.partial(on_lost, rank))
+
+    def join(self, keys: dist.Store | RemoteKeys, members: Members, member: int) -> None:
+        self._members, self._member = members, member
+        self._streams = Streams(self._open, self.end.timeout_s)
+        self._ends.append(self._streams)
+
+    def send(self, flat: Tensor, peer: int, tag: int) -> Work:
+        return self._streams.send([flat], peer, tag)
+
+    def receive(self, flat: Tensor, peer: int, tag: int) -> Work:
+        return self._streams.recv([flat], peer, tag)
+
+    def close(self) -> None:
+        for each in (*self._served, *self._ends):
+            each.end()
+
+    def _open(self, peer: int, until: float) -> Stream:
+        """Returns the stream to or from a member. Raises OSError."""
+        site = self.end.site
+        if isinstance(site, Listener):
+            return site.take(self._name, f"member {peer}", until)
+        return site.dial(peer - len(self._members.senders), self._name, f"member {self._member}", until)
