@@ -5,10 +5,10 @@ Each class has a partner on the engine's side:
 | trainer rank | engine rank | what they are |
 |---|---|---|
 | Publisher | Receiver (receive.py) | what the process itself calls, from its start to its end |
-| TrainerRank | Shard (reception.py) | what all links of the rank share |
+| TrainerRank | Shard (staging.py) | what all links of the rank share |
 | Outlet | Inlet (reception.py) | the rank's end of a link, for one generation; it owns the transport.Link |
 | Transmission | Reception (reception.py) | one update, on a thread of its own |
-| Parcel | `places` and `copies` of the Inlet | one message: its flat tensor, and what fills it or takes from it |
+| Parcel | Arrival (staging.py) | one message: its flat tensor, and what fills it or takes from it |
 
 With `reshard.update` `delta` or `auto`, what has changed since the version of an engine is sent in place of a message
 where that is less (published.py). Then a pair's messages go in groups, which come in segments:

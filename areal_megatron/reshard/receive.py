@@ -42,8 +42,9 @@ from areal_megatron.reshard.boxes import LayoutError
 from areal_megatron.reshard.carriers.base import LinkError
 from areal_megatron.reshard.carriers.streams import Listener
 from areal_megatron.reshard.engine_layout import EngineSizes
-from areal_megatron.reshard.reception import Inlet, Live, Reception, Shard, reserve
+from areal_megatron.reshard.reception import Inlet, Reception
 from areal_megatron.reshard.session import ABORT_BODY, ROOM, LinkInfo
+from areal_megatron.reshard.staging import Full, Live, Shard, Streamed
 
 log = init_logger("vllm.areal_megatron.receive")
 
@@ -78,14 +79,14 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
     supports_draft_weight_update = False
-    streamed, room = False, 0.0
+    kind, room = Full, 0.0
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         # Reserved before vLLM sizes its KV cache, so that the cache leaves room.
         self._parameters, self._repack = live_parameters(self.model)
         _clear_padding(self.model)
-        self._staging = reserve(self._parameters, self.streamed, self.room)
+        self._staging = self.kind.reserve(self._parameters, self.room)
         self._live = Live()
         self._site = _listener(self._rank)
         self._inlet: Inlet | None = None
@@ -100,7 +101,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         tp, dp = parallel.tensor_parallel_size, parallel.data_parallel_size
         sizes = EngineSizes(tp, dp, parallel.enable_expert_parallel)
         held = self._parameters, self._staging, sizes, self._rank
-        shard = Shard(*held, self.streamed, self._repack, self._live, self._site)
+        shard = Shard(*held, self.kind, self._repack, self._live, self._site)
         try:
             if parallel.pipeline_parallel_size != 1:
                 raise LayoutError("an engine with pipeline parallelism has no layout; use rollout.tp")
@@ -165,7 +166,7 @@ class ReceiverExtension:
 class StreamedReceiver(Receiver):
     """A Receiver with `streamed` staging: generation is paused from before the first message to the commit."""
 
-    streamed = True
+    kind = Streamed
 
 
 class ChangesReceiver(StreamedReceiver):

@@ -91,7 +91,7 @@ def _kv_note(config: Config, hf_config: Mapping[str, Any], size: int, on_cuda: b
 
 
 def _staging(layout: Layout, element: int, config: Config, on_cuda: bool) -> int:
-    """The bytes of reshard/reception.reserve: a second copy of the shard, or, if `streamed`, room for its largest
+    """The bytes that reshard/staging.py reserves: a second copy of the shard, or, if `streamed`, room for its largest
     layer, for two buckets and for changes."""
     sizes = _sizes(layout, element)
     everything = sum(sizes.values())

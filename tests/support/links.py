@@ -12,8 +12,9 @@ from areal_megatron.reshard.carriers.streams import Listener
 from areal_megatron.reshard.engine_layout import EngineSizes
 from areal_megatron.reshard.plan import Planner
 from areal_megatron.reshard.publish import Publisher
-from areal_megatron.reshard.reception import Inlet, Reception, Shard, reserve
+from areal_megatron.reshard.reception import Inlet, Reception
 from areal_megatron.reshard.session import LinkInfo
+from areal_megatron.reshard.staging import Full, Shard, Streamed
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 from tests.support.link_store import open_store
 from tests.support.reshard_oracle import megatron_shard, vllm_parameters
@@ -87,9 +88,11 @@ class Pools:
         for rank in range(tp):
             wanted = vllm_parameters(tensors, config, tp=tp, rank=rank)
             held = {name: torch.zeros(t.shape, device=device, dtype=self._held_in(name)) for name, t in wanted.items()}
-            place = reserve(held)[: 2 * (4 * BUCKET + 16)] if staging == "streamed" else reserve(held)
+            place = Streamed.reserve(held)[: 2 * (4 * BUCKET + 16)] if staging == "streamed" else Full.reserve(held)
             self.held.append(held)
-            self.shards.append(Shard(held, place, EngineSizes(tp=tp), rank, staging == "streamed"))
+            self.shards.append(
+                Shard(held, place, EngineSizes(tp=tp), rank, Streamed if staging == "streamed" else Full)
+            )
         for number, listener in enumerate(self.listeners):
             self.shards[number] = replace(self.shards[number], site=listener)
         self.inlets = []

@@ -231,8 +231,9 @@ def engine_role(setup: Mapping[str, Any]) -> None:
     import torch
 
     from areal_megatron.reshard.engine_layout import EngineSizes, layout
-    from areal_megatron.reshard.reception import Inlet, Reception, Shard, reserve
+    from areal_megatron.reshard.reception import Inlet, Reception
     from areal_megatron.reshard.session import LinkInfo
+    from areal_megatron.reshard.staging import Full, Shard
 
     shapes = layout(setup["config"], EngineSizes(), 0).parameters
     inlets: list[Inlet] = []
@@ -250,7 +251,7 @@ def engine_role(setup: Mapping[str, Any]) -> None:
             engines=1,
             update=update,
         )
-        inlets.append(Inlet(Shard(live, reserve(live), EngineSizes(), 0), info))
+        inlets.append(Inlet(Shard(live, Full.reserve(live), EngineSizes(), 0), info))
     updates: list[Reception | None] = [None, None]
     say(joined=True)
     for text in sys.stdin:

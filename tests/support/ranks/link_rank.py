@@ -23,8 +23,9 @@ from areal_megatron.reshard.carriers.base import LinkError
 from areal_megatron.reshard.engine_layout import EngineSizes
 from areal_megatron.reshard.plan import Planner
 from areal_megatron.reshard.publish import Publisher
-from areal_megatron.reshard.reception import Inlet, Reception, Shard, reserve
+from areal_megatron.reshard.reception import Inlet, Reception
 from areal_megatron.reshard.session import LinkInfo
+from areal_megatron.reshard.staging import Full, Shard, Streamed
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 from areal_megatron.reshard.transport import Link
 from tests.support.reshard_oracle import megatron_shard, vllm_parameters
@@ -97,8 +98,8 @@ def engine(setup) -> None:
     sizes = EngineSizes(tp=setup["engine_tp"])
     streamed = setup["engine"] == 1  # room for two of dozens of messages
     message = setup["bucket_elements"] * getattr(torch, setup["dtype"]).itemsize + 16
-    staging = reserve(live)[: 2 * message] if streamed else reserve(live)
-    shard = Shard(live, staging, sizes, setup["rank"], streamed)
+    staging = Streamed.reserve(live)[: 2 * message] if streamed else Full.reserve(live)
+    shard = Shard(live, staging, sizes, setup["rank"], Streamed if streamed else Full)
     inlet = update = None
     say(up=True)
     for line in sys.stdin:

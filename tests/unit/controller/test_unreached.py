@@ -23,8 +23,9 @@ from areal_megatron.reshard import engine_layout, trainer_layout
 from areal_megatron.reshard.engine_layout import EngineSizes
 from areal_megatron.reshard.plan import Planner
 from areal_megatron.reshard.publish import Publisher
-from areal_megatron.reshard.reception import Inlet, Reception, Shard, reserve
+from areal_megatron.reshard.reception import Inlet, Reception
 from areal_megatron.reshard.session import LinkInfo
+from areal_megatron.reshard.staging import Full, Shard
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 from areal_megatron.run import Run
 from tests.support.link_store import open_store
@@ -45,7 +46,7 @@ class StandInEngine:
     def __init__(self, broken=False, complaint=""):
         shapes = engine_layout.layout(CONFIG, EngineSizes(), 0).parameters
         self.parameters = {name: torch.zeros(shape) for name, shape in shapes.items()}
-        self._shard = Shard(self.parameters, reserve(self.parameters), EngineSizes(), 0)
+        self._shard = Shard(self.parameters, Full.reserve(self.parameters), EngineSizes(), 0)
         self.broken, self.complaint, self.version = broken, complaint, -1
         self._inlet = self._update = None
         self.joined = 0

@@ -36,8 +36,8 @@ from areal_megatron.models.architecture import architecture, read_config
 from areal_megatron.models.flops import SequenceFlops
 from areal_megatron.reshard import engine_layout
 from areal_megatron.reshard.engine_layout import EngineSizes
-from areal_megatron.reshard.reception import reserve
 from areal_megatron.reshard.session import ROOM
+from areal_megatron.reshard.staging import Full, Streamed
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -183,7 +183,8 @@ def test_engine_weights_and_staging(built, name, tp, streamed, update):
     }
     assert plan.of("weights") == 2 * sum(p.numel() for p in parameters.values())
     assert plan.of("weights") == pytest.approx(2 * sum(built[name].values()) / tp, rel=0.02)
-    assert plan.of("staging") == reserve(parameters, streamed, ROOM if update == "auto" else 0).nbytes
+    kind = Streamed if streamed else Full
+    assert plan.of("staging") == kind.reserve(parameters, ROOM if update == "auto" else 0).nbytes
 
 
 def test_keys_and_values_by_hand():

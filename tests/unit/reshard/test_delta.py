@@ -212,8 +212,8 @@ def test_a_weight_that_is_wrong_but_does_not_change_is_noticed_when_its_turn_com
     link.update(1)
     (wrong,) = (
         number
-        for number, bucket in enumerate(link.inlets[0].buckets)
-        if any(transfer.receive.parameter == "model.norm.weight" for transfer in bucket.transfers)
+        for number, arrival in enumerate(link.inlets[0].arrivals)
+        if any(transfer.receive.parameter == "model.norm.weight" for transfer in arrival.bucket.transfers)
     )
     bits(link.held[0]["model.norm.weight"])[3] += 1
     unchanged = {"model.norm.weight": link.tensors["model.norm.weight"]}
@@ -411,4 +411,4 @@ def test_auto_does_not_look_for_long_where_everything_changes(pools, monkeypatch
         assert link.update(version).changed == 1
         link.assert_committed()
         link.train({name: tensor * 1.001 for name, tensor in link.tensors.items()})
-    assert len(looks) == len(link.inlets[0].buckets), "once each"
+    assert len(looks) == len(link.inlets[0].arrivals), "once each"

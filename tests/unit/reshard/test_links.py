@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from areal_megatron.models.architecture import read_config
-from areal_megatron.reshard import carriers, reception, transport
+from areal_megatron.reshard import carriers, reception, staging, transport
 from areal_megatron.reshard.carriers.base import Deadline, LinkEnd, LinkError, Members
 from areal_megatron.reshard.plan import Planner
 from areal_megatron.reshard.transport import Link
@@ -259,7 +259,9 @@ def test_what_has_a_dtype_of_its_own_arrives_unrounded(tmp_path, kind, link):
     for version in (1, 2):
         for tensor in (tensor for held in subject.held for tensor in held.values()):
             tensor.zero_()
-        assert subject.update(version).bytes == sum(place.nbytes for inlet in subject.inlets for place in inlet.places)
+        assert subject.update(version).bytes == sum(
+            arrival.place.nbytes for inlet in subject.inlets for arrival in inlet.arrivals
+        )
         subject.assert_committed()
     subject.close()
 
@@ -277,9 +279,9 @@ def test_a_commit_ends_when_the_device_has_done_it(pools, monkeypatch):
     link = pools(sizes={}, tp=1)
     done = []
     link.shards[0] = replace(link.shards[0], repack=lambda: done.append("repacked"))
-    for name in ("unpack", "settle"):
-        whole = getattr(reception, name)
-        monkeypatch.setattr(reception, name, lambda *a, name=name, whole=whole: (done.append(name), whole(*a)))
+    for module, name in ((staging, "unpack"), (reception, "settle")):
+        whole = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *a, name=name, whole=whole: (done.append(name), whole(*a)))
     link.join(1)
     link.update(1)
-    assert done[-2:] == ["repacked", "settle"] and done.count("unpack") == len(link.inlets[0].buckets)
+    assert done[-2:] == ["repacked", "settle"] and done.count("unpack") == len(link.inlets[0].arrivals)

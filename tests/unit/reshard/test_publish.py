@@ -15,8 +15,9 @@ from areal_megatron.reshard.boxes import LayoutError
 from areal_megatron.reshard.engine_layout import EngineSizes
 from areal_megatron.reshard.plan import Planner
 from areal_megatron.reshard.publish import Publisher
-from areal_megatron.reshard.reception import Inlet, Reception, Shard, reserve
+from areal_megatron.reshard.reception import Inlet, Reception
 from areal_megatron.reshard.session import LinkInfo
+from areal_megatron.reshard.staging import Full, Shard
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 from areal_megatron.run import RunError
 from tests.support.link_store import open_store
@@ -91,7 +92,7 @@ def test_two_versions_of_nccl_are_named_on_both_sides_at_once(parameters, tmp_pa
     timeline = Timeline(tmp_path / "timeline.jsonl", "trainer-0")
     address = f"127.0.0.1:{store.port}"
     shapes = engine_layout.layout(CONFIG, EngineSizes(), 0).parameters
-    shard = Shard(held := {n: torch.zeros(s) for n, s in shapes.items()}, reserve(held), EngineSizes(), 0)
+    shard = Shard(held := {n: torch.zeros(s) for n, s in shapes.items()}, Full.reserve(held), EngineSizes(), 0)
     sizes = asdict(MegatronSizes()), asdict(EngineSizes())
 
     def publish():
