@@ -4,7 +4,7 @@ import runpy
 
 from setuptools import find_packages, setup
 
-EXTRAS = runpy.run_path("areal_megatron/extras.py")["EXTRAS"]
+EXTRAS = runpy.run_path("areal_megatron/run/extras.py")["EXTRAS"]
 SERVING = ["prometheus-client", "starlette", "uvicorn", "uvloop"]
 """What our part of vLLM's server imports beside vLLM, which requires them."""
 

@@ -17,7 +17,7 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from areal_megatron.shown import guard
+from areal_megatron.process.shown import guard
 
 if TYPE_CHECKING:
     import argparse
@@ -35,10 +35,10 @@ class Command:
 COMMANDS = {
     "train": Command("areal_megatron.launch.local", "start a run on this machine, or resume it"),
     "submit": Command("areal_megatron.launch.submit", "have Slurm start a run on nodes of a cluster"),
-    "plan": Command("areal_megatron.launch.plan", "who would get which GPUs, and how much memory, on any cluster"),
-    "simulate": Command("areal_megatron.launch.simulate", "how long a run would take, on GPUs that are not at hand"),
+    "plan": Command("areal_megatron.planning.plan", "who would get which GPUs, and how much memory, on any cluster"),
+    "simulate": Command("areal_megatron.planning.simulate", "how long a run would take, on GPUs that are not at hand"),
     "calibrate": Command(
-        "areal_megatron.launch.calibrate", "how well a run's machines did, for simulate and plan --best"
+        "areal_megatron.planning.calibrate", "how well a run's machines did, for simulate and plan --best"
     ),
     "fetch": Command(
         "areal_megatron.launch.fetch", "bring a run's models and data from the hub, where there is a network"
@@ -46,12 +46,12 @@ COMMANDS = {
     "rows": Command("areal_megatron.launch.rows", "the first rows of a run's data, as the run sees them"),
     "status": Command("areal_megatron.launch.status", "how a run is, from anywhere that sees its folder"),
     "engines": Command("areal_megatron.launch.engines", "add engines to a run while it runs, or drain some"),
-    "evaluate": Command("areal_megatron.evaluate", "how good a model is: avg@n and pass@k"),
+    "evaluate": Command("areal_megatron.launch.evaluate", "how good a model is: avg@n and pass@k"),
     "report": Command("areal_megatron.launch.page.report", "a page about what a run has learned"),
-    "trajectories": Command("areal_megatron.trajectories", "what a run has trained, answer by answer"),
-    "mirror": Command("areal_megatron.mirror", "its metrics in W&B, MLflow, SwanLab or Trackio"),
-    "audit": Command("areal_megatron.audit", "check that a run lost nothing and trained nothing twice"),
-    "convert": Command("areal_megatron.convert", "checkpoints from and to Hugging Face format"),
+    "trajectories": Command("areal_megatron.programs.trajectories", "what a run has trained, answer by answer"),
+    "mirror": Command("areal_megatron.observe.mirror", "its metrics in W&B, MLflow, SwanLab or Trackio"),
+    "audit": Command("areal_megatron.programs.audit", "check that a run lost nothing and trained nothing twice"),
+    "convert": Command("areal_megatron.programs.convert", "checkpoints from and to Hugging Face format"),
 }
 SHELLS = ("bash", "zsh", "fish")
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from areal_megatron.config import Config, ConfigError, PPOConfig, TrainerConfig
-from areal_megatron.json_input import read_object
 from areal_megatron.models.architecture import (
     Architecture,
     Dimensions,
@@ -23,6 +22,7 @@ from areal_megatron.models.described import rope as rope_of
 from areal_megatron.models.table import ROUTER_BIAS
 from areal_megatron.models.weight_files import check_weight_files
 from areal_megatron.reshard import engine_layout, trainer_layout
+from areal_megatron.run.json_input import read_object
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """The types of rotary embeddings whose frequencies do not depend on the sequence."""

@@ -19,7 +19,7 @@ import zmq
 from zmq.utils import z85
 
 from areal_megatron.data.trajectory import BatchPart, decoder, encoder
-from areal_megatron.run import SecretKeys
+from areal_megatron.run.folder import SecretKeys
 
 PROTOCOL = 8
 

@@ -7,24 +7,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from areal_megatron import config_file
-from areal_megatron.config import Config
+from areal_megatron.config import Config, config_file
 from areal_megatron.data.supervised import SupervisedData
 from areal_megatron.data.tokenizer import Tokenizer
-from areal_megatron.run import Run, from_command_line, one_line
-from areal_megatron.shown import guard
-from areal_megatron.versions import require
+from areal_megatron.process.shown import guard
+from areal_megatron.run.folder import Run, from_command_line, one_line
+from areal_megatron.run.versions import require
 
 if TYPE_CHECKING:
-    from areal_megatron.checkpoints import Checkpoints
-    from areal_megatron.progress import Progress
+    from areal_megatron.rank.checkpoints import Checkpoints
+    from areal_megatron.rank.progress import Progress
     from areal_megatron.trainer.trainer import Trainer
 
 
 def teach(
     config: Config, run: Run, trainer: Trainer, data: SupervisedData, checkpoints: Checkpoints, progress: Progress
 ) -> None:
-    from areal_megatron.weights import save_hf
+    from areal_megatron.rank.weights import save_hf
 
     def evaluate(step: int) -> None:
         if data.held_out:
@@ -57,8 +56,8 @@ def main() -> None:
     run, rank = from_command_line("areal_megatron.supervised")
     config = config_file.load(run.config)
     require("trainer", config)  # before any of these imports megatron-core, which may fail with other versions
-    from areal_megatron.checkpoints import Checkpoints
-    from areal_megatron.progress import Progress
+    from areal_megatron.rank.checkpoints import Checkpoints
+    from areal_megatron.rank.progress import Progress
     from areal_megatron.trainer import check_fields
     from areal_megatron.trainer.trainer import Trainer
 

@@ -6,13 +6,12 @@ import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from areal_megatron import config_file
-from areal_megatron.config import Config, ConfigError
-from areal_megatron.launch import start
-from areal_megatron.launch.orders import module_of
-from areal_megatron.launch.sizes import Sizes, add_sizes, read_header
-from areal_megatron.launch.start import Beginning
-from areal_megatron.network import check_network
+from areal_megatron.config import Config, ConfigError, config_file
+from areal_megatron.launch.supervision import start
+from areal_megatron.launch.supervision.orders import module_of
+from areal_megatron.launch.supervision.start import Beginning
+from areal_megatron.planning.sizes import Sizes, add_sizes, read_header
+from areal_megatron.run.network import check_network
 
 
 def add_flag(parser: argparse.ArgumentParser) -> None:

@@ -24,23 +24,22 @@ from pathlib import Path
 
 import psutil
 
-from areal_megatron import config_file
-from areal_megatron.arguments import Parser
-from areal_megatron.config import Config, ConfigError
+from areal_megatron.config import Config, ConfigError, config_file
 from areal_megatron.engine.server import reserve_ports
-from areal_megatron.launch import gpus, start
-from areal_megatron.launch.failure import Failure, Failures
-from areal_megatron.launch.health import Health
-from areal_megatron.launch.hosts import Here
-from areal_megatron.launch.orders import start_order
-from areal_megatron.launch.pools import Process, Slot
-from areal_megatron.launch.records import LaunchRecord, Pulse, last_record, read_record, state_of
-from areal_megatron.launch.supervise import Outcome, interrupt
-from areal_megatron.network import Site, join_address, split_address
+from areal_megatron.launch.supervision import gpus, start
+from areal_megatron.launch.supervision.failure import Failure, Failures
+from areal_megatron.launch.supervision.health import Health
+from areal_megatron.launch.supervision.hosts import Here
+from areal_megatron.launch.supervision.orders import start_order
+from areal_megatron.launch.supervision.records import LaunchRecord, Pulse, last_record, read_record, state_of
+from areal_megatron.launch.supervision.supervise import Outcome, interrupt
 from areal_megatron.observe.metrics import read_status
 from areal_megatron.observe.status import EngineState, engines_of
-from areal_megatron.run import Run, RunError, engine_index, engine_name
-from areal_megatron.shown import guard
+from areal_megatron.planning.pools import Process, Slot
+from areal_megatron.process.shown import guard
+from areal_megatron.run.arguments import Parser
+from areal_megatron.run.folder import Run, RunError, engine_index, engine_name
+from areal_megatron.run.network import Site, join_address, split_address
 
 _POLL_S = 0.5
 _LOOK_S = 5.0

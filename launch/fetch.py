@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import sys
 
-from areal_megatron import config_file
-from areal_megatron.arguments import Parser
-from areal_megatron.config import ConfigError
-from areal_megatron.launch import start
-from areal_megatron.run import Run
-from areal_megatron.shown import guard
+from areal_megatron.config import ConfigError, config_file
+from areal_megatron.launch.supervision import start
+from areal_megatron.process.shown import guard
+from areal_megatron.run.arguments import Parser
+from areal_megatron.run.folder import Run
 
 
 def main(arguments: list[str] | None = None) -> int:

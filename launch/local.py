@@ -12,14 +12,15 @@ import os
 import shlex
 import sys
 
-from areal_megatron import config_file, descriptors
-from areal_megatron.config import Config, ConfigError
-from areal_megatron.launch import dry_run, gpus, start
-from areal_megatron.launch.hosts import Here
-from areal_megatron.launch.pools import Node
-from areal_megatron.launch.supervise import Outcome, supervise
-from areal_megatron.run import Replaced
-from areal_megatron.shown import guard
+from areal_megatron.config import Config, ConfigError, config_file
+from areal_megatron.launch import dry_run
+from areal_megatron.launch.supervision import gpus, start
+from areal_megatron.launch.supervision.hosts import Here
+from areal_megatron.launch.supervision.supervise import Outcome, supervise
+from areal_megatron.planning.pools import Node
+from areal_megatron.process.shown import guard
+from areal_megatron.run import descriptors
+from areal_megatron.run.folder import Replaced
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -20,19 +20,19 @@ from os import environ
 
 import msgspec
 
-from areal_megatron import config_file
-from areal_megatron.config import Config, ConfigError
-from areal_megatron.launch import dry_run, start
-from areal_megatron.launch.hosts import HostError, Nodes
-from areal_megatron.launch.node import POLL_S, Supervisor, hello
-from areal_megatron.launch.orders import Alive, EndAll, Event, NodeHello, Order
-from areal_megatron.launch.pools import Node, Process
-from areal_megatron.launch.silence import SIGN_S, Repeater
-from areal_megatron.launch.start import Beginning
-from areal_megatron.launch.supervise import Outcome, supervise
-from areal_megatron.network import check_network
-from areal_megatron.run import Replaced, Run
-from areal_megatron.shown import guard
+from areal_megatron.config import Config, ConfigError, config_file
+from areal_megatron.launch import dry_run
+from areal_megatron.launch.supervision import start
+from areal_megatron.launch.supervision.hosts import HostError, Nodes
+from areal_megatron.launch.supervision.node import POLL_S, Supervisor, hello
+from areal_megatron.launch.supervision.orders import Alive, EndAll, Event, NodeHello, Order
+from areal_megatron.launch.supervision.silence import SIGN_S, Repeater
+from areal_megatron.launch.supervision.start import Beginning
+from areal_megatron.launch.supervision.supervise import Outcome, supervise
+from areal_megatron.planning.pools import Node, Process
+from areal_megatron.process.shown import guard
+from areal_megatron.run.folder import Replaced, Run
+from areal_megatron.run.network import check_network
 
 _encode = msgspec.json.encode
 _decode_order = msgspec.json.Decoder(Order | None).decode

@@ -13,20 +13,19 @@ import signal
 import sys
 from collections.abc import Iterator
 
-from areal_megatron import config_file
-from areal_megatron.arguments import Parser
-from areal_megatron.config import Config, ConfigError
+from areal_megatron.config import Config, ConfigError, config_file
 from areal_megatron.data.doubts import doubts, doubts_about_items
 from areal_megatron.data.prompts import LeftOut, Prompt, read_prompts
 from areal_megatron.data.supervised import read_items
 from areal_megatron.data.tokenizer import Tokenizer
-from areal_megatron.errors import first_line
-from areal_megatron.launch import start
+from areal_megatron.launch.supervision import start
+from areal_megatron.process.errors import first_line
+from areal_megatron.process.shown import guard
 from areal_megatron.reward.answers import problem_with_answers
 from areal_megatron.reward.function import RewardFunction, load_function, scored
 from areal_megatron.reward.math import right_answers
 from areal_megatron.reward.trial import try_rewards
-from areal_megatron.shown import guard
+from areal_megatron.run.arguments import Parser
 
 _LONGEST = 2000
 """Characters of a text that are shown."""

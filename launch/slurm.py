@@ -26,22 +26,22 @@ from queue import SimpleQueue
 
 import msgspec
 
-from areal_megatron import config_file
 from areal_megatron.checkpoint import folder as checkpoint_folder
-from areal_megatron.config import Config, ConfigError
-from areal_megatron.files import read_replaced, write_atomically
-from areal_megatron.json_input import read_record
-from areal_megatron.launch import dry_run, node, start
-from areal_megatron.launch.hosts import HostError, Nodes
-from areal_megatron.launch.lease import Lease
-from areal_megatron.launch.orders import Event, Leave, NodeHello, Order, Present
-from areal_megatron.launch.pools import Node
-from areal_megatron.launch.silence import Repeater, sign_interval
-from areal_megatron.launch.start import Beginning
-from areal_megatron.launch.supervise import Outcome, supervise
-from areal_megatron.network import check_network
-from areal_megatron.run import Replaced, Run
-from areal_megatron.shown import guard
+from areal_megatron.config import Config, ConfigError, config_file
+from areal_megatron.launch import dry_run
+from areal_megatron.launch.supervision import node, start
+from areal_megatron.launch.supervision.hosts import HostError, Nodes
+from areal_megatron.launch.supervision.lease import Lease
+from areal_megatron.launch.supervision.orders import Event, Leave, NodeHello, Order, Present
+from areal_megatron.launch.supervision.silence import Repeater, sign_interval
+from areal_megatron.launch.supervision.start import Beginning
+from areal_megatron.launch.supervision.supervise import Outcome, supervise
+from areal_megatron.planning.pools import Node
+from areal_megatron.process.files import read_replaced, write_atomically
+from areal_megatron.process.shown import guard
+from areal_megatron.run.folder import Replaced, Run
+from areal_megatron.run.json_input import read_record
+from areal_megatron.run.network import check_network
 
 _POOLS = ("trainer", "rollout")
 _CLIENT_TIMEOUT_S = 60.0
@@ -277,7 +277,7 @@ def srun(job: Job, silence_s: float) -> Srun:
             "--no-kill",
             "--unbuffered",
         ]
-        command += [sys.executable, "-m", "areal_megatron.launch.node", f"--silence-s={silence_s}"]
+        command += [sys.executable, "-m", "areal_megatron.launch.supervision.node", f"--silence-s={silence_s}"]
         commands.append([*command, *(["--pool", _POOLS[number]] if several else [])])
     return Srun(commands, silence_s)
 

@@ -18,12 +18,12 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from areal_megatron import config_file
-from areal_megatron.config import Config, ConfigError
-from areal_megatron.launch import dry_run, start
-from areal_megatron.launch.sizes import Sizes, add_sizes
-from areal_megatron.run import Run
-from areal_megatron.shown import guard
+from areal_megatron.config import Config, ConfigError, config_file
+from areal_megatron.launch import dry_run
+from areal_megatron.launch.supervision import start
+from areal_megatron.planning.sizes import Sizes, add_sizes
+from areal_megatron.process.shown import guard
+from areal_megatron.run.folder import Run
 
 _SBATCH_S = 60.0
 _AHEAD_S = 600

@@ -13,7 +13,7 @@ import pytest
 
 from areal_megatron.config import ConfigError
 from areal_megatron.reward.sandbox import check_isolation
-from areal_megatron.run import Run
+from areal_megatron.run.folder import Run
 from tests.support.living import command_of
 from tests.support.traces import Traces
 

@@ -31,12 +31,12 @@ from pathlib import Path
 
 import psutil
 
-from areal_megatron.audit import audit
 from areal_megatron.config import ConfigError
-from areal_megatron.launch.start import POOLS
+from areal_megatron.launch.supervision.start import POOLS
 from areal_megatron.observe.metrics import read_metrics
-from areal_megatron.run import CONTROLLER, Run, RunError, is_engine
-from areal_megatron.shown import speak_utf8
+from areal_megatron.process.shown import speak_utf8
+from areal_megatron.programs.audit import audit
+from areal_megatron.run.folder import CONTROLLER, Run, RunError, is_engine
 from tools import chaos_world
 from tools.chaos_world import INTERFACE, World
 
@@ -181,7 +181,9 @@ class Victim:
         if (launcher := self.launcher()) is None:
             raise NotNow
         others = launcher.children(recursive=True)
-        if guardians := [process for process in others if "areal_megatron.launch.guardian" in _command(process)]:
+        if guardians := [
+            process for process in others if "areal_megatron.launch.supervision.guardian" in _command(process)
+        ]:
             folder = _command(guardians[0])[-1]
             others += [
                 p for p in psutil.process_iter() if p not in others and _temporary(p) == folder

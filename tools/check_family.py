@@ -39,17 +39,17 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from areal_megatron.arguments import Parser
+from areal_megatron.checkpoint.convert import from_hf, to_hf
 from areal_megatron.config import ConfigError
-from areal_megatron.convert import from_hf, to_hf
-from areal_megatron.errors import printable
 from areal_megatron.models.architecture import Architecture, architecture, read_config
 from areal_megatron.observe.metrics import read_metrics
+from areal_megatron.process.errors import printable
+from areal_megatron.process.shown import guard
 from areal_megatron.reshard import engine_layout, trainer_layout
 from areal_megatron.reshard.engine_layout import EngineSizes
 from areal_megatron.reshard.trainer_layout import MegatronSizes
-from areal_megatron.run import Run
-from areal_megatron.shown import guard
+from areal_megatron.run.arguments import Parser
+from areal_megatron.run.folder import Run
 from tests.support.loading import LONGEST_S, load
 from tests.support.trainer_ranks import RankFailed, TrainerRanks
 from tools.family import tiny

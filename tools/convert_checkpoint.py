@@ -1,5 +1,5 @@
-"""`python -m areal_megatron.convert`, from a checkout."""
+"""`areal convert`, from a checkout."""
 
 import runpy
 
-runpy.run_module("areal_megatron.convert", run_name="__main__")
+runpy.run_module("areal_megatron.programs.convert", run_name="__main__")

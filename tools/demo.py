@@ -18,12 +18,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from areal_megatron import config_file, versions
-from areal_megatron.config import ConfigError
-from areal_megatron.launch import gpus, local
+from areal_megatron.config import ConfigError, config_file
+from areal_megatron.launch import local
+from areal_megatron.launch.supervision import gpus
 from areal_megatron.observe.metrics import read_metrics
-from areal_megatron.run import Run
-from areal_megatron.shown import speak_utf8
+from areal_megatron.process.shown import speak_utf8
+from areal_megatron.run import versions
+from areal_megatron.run.folder import Run
 from tools.make_arithmetic import FAMILIES
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -27,10 +27,10 @@ from statistics import median
 from areal_megatron.config import ConfigError
 from areal_megatron.data.dumps import dumped, read
 from areal_megatron.data.tokenizer import Tokenizer
-from areal_megatron.hub import model_folder
+from areal_megatron.hub.hub import model_folder
 from areal_megatron.observe.metrics import read_metrics
-from areal_megatron.run import Run
-from areal_megatron.shown import speak_utf8
+from areal_megatron.process.shown import speak_utf8
+from areal_megatron.run.folder import Run
 from tools.demo import ROOT, accuracy, machine_keys, run_step, unused
 
 CONFIG = "configs/smollm2_cpu.yaml"

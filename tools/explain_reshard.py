@@ -21,16 +21,16 @@ from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 
-from areal_megatron import config_file, hub
-from areal_megatron.config import Config, ConfigError
-from areal_megatron.files import write_json
+from areal_megatron.config import Config, ConfigError, config_file
+from areal_megatron.hub import hub
 from areal_megatron.models.architecture import architecture, read_config
 from areal_megatron.models.dtypes import ITEMSIZE
 from areal_megatron.models.pattern import NUMBER, taken_numbers
+from areal_megatron.process.files import write_json
+from areal_megatron.process.shown import guard
 from areal_megatron.reshard.engine_layout import EngineSizes
 from areal_megatron.reshard.plan import Plan, Planner, Transfer
 from areal_megatron.reshard.trainer_layout import MegatronSizes
-from areal_megatron.shown import guard
 
 CHANGE_BYTES = {"none": 2.1, "zstd": 1.1}
 """What a change takes of bfloat16 weights at a learning rate of 1e-6 (docs/resharding.md)."""

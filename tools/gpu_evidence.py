@@ -26,9 +26,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from areal_megatron.files import new_folder, write_json  # noqa: E402
-from areal_megatron.launch.processes import Child, Children  # noqa: E402
-from areal_megatron.shown import speak_utf8  # noqa: E402
+from areal_megatron.launch.supervision.processes import Child, Children  # noqa: E402
+from areal_megatron.process.files import new_folder, write_json  # noqa: E402
+from areal_megatron.process.shown import speak_utf8  # noqa: E402
 
 STEPS = {
     "ceilings": 20,

@@ -1,7 +1,7 @@
 """Writes docs/keys.md and docs/commands.md, the pages that list every key of a config and every option of `areal`:
 `python tools/reference.py`, from the repository's folder.
 
-Both come from the code alone: fields and docstrings of areal_megatron/config.py, and the parsers of the commands.
+Both come from the code alone: fields and docstrings of config/fields.py, and the parsers of the commands.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from areal_megatron import config
-from areal_megatron.algorithms import PUBLISHED
 from areal_megatron.command import COMMANDS, SHELLS, parser_of
+from areal_megatron.config import fields as config
+from areal_megatron.config.algorithms import PUBLISHED
 
 ROOT = Path(__file__).resolve().parents[1]
 MADE = "made by `python tools/reference.py`"
@@ -35,7 +35,7 @@ def keys() -> str:
         "# Config keys",
         "",
         f"Every key of a config: its type, its default, its range and what it means ({MADE}",
-        "from `areal_megatron/config.py`). A config is a YAML file of the keys that differ from their defaults.",
+        "from `areal_megatron/config/fields.py`). A config is a YAML file of the keys that differ from their defaults.",
         "`key=value` on the command line overrides one, and completes in a shell (`areal completion bash`). A key that",
         "does not exist, a value of another type or out of range, and keys that contradict each other are refused in",
         "one line before anything starts.",

@@ -33,10 +33,10 @@ from typing import NamedTuple
 import msgspec
 
 from areal_megatron.config import CheckpointConfig, ConfigError
-from areal_megatron.errors import first_line, printable
-from areal_megatron.files import set_aside, sync_folder, sync_path, write_atomically
-from areal_megatron.json_input import Number
-from areal_megatron.run import IncarnationStart, Run, line_of
+from areal_megatron.process.errors import first_line, printable
+from areal_megatron.process.files import set_aside, sync_folder, sync_path, write_atomically
+from areal_megatron.run.folder import IncarnationStart, Run, line_of
+from areal_megatron.run.json_input import Number
 
 _NAME = re.compile(r"version-(\d+)")
 _PARTIAL = re.compile(r"\.version-\d+\.incarnation-(\d+)\.(?:partial|weights)")

@@ -23,8 +23,8 @@ from areal_megatron.checkpoint.hf_folder import (
     write_weights,
 )
 from areal_megatron.config import ConfigError
-from areal_megatron.files import whole_folder
 from areal_megatron.models.architecture import architecture
+from areal_megatron.process.files import whole_folder
 from areal_megatron.reshard import trainer_layout
 from areal_megatron.reshard.boxes import Layout, Piece, numbers, whole
 from areal_megatron.reshard.plan import Need, needs

@@ -16,14 +16,14 @@ from numpy import ndarray
 
 from areal_megatron.checkpoint import fp8
 from areal_megatron.checkpoint.disk import FP8, CheckpointError, Extent, OpenFiles, appending, raw, read_box
-from areal_megatron.errors import printable
-from areal_megatron.files import write_json
-from areal_megatron.json_input import parse_json
 from areal_megatron.models.architecture import architecture, implied, read_config
 from areal_megatron.models.dtypes import ITEMSIZE
 from areal_megatron.models.pattern import name_at, numbers, taken_numbers
 from areal_megatron.models.weight_files import INDEX, SINGLE, weight_map
+from areal_megatron.process.errors import printable
+from areal_megatron.process.files import write_json
 from areal_megatron.reshard.boxes import Box, Shape, expand, whole
+from areal_megatron.run.json_input import parse_json
 
 log = logging.getLogger(__name__)
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")

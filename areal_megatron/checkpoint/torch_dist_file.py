@@ -40,10 +40,10 @@ from torch.serialization import skip_data
 
 from areal_megatron.checkpoint.disk import appending, raw
 from areal_megatron.checkpoint.torch_dist_metadata import BACKEND
-from areal_megatron.files import write_atomically
 from areal_megatron.models.dtypes import ITEMSIZE
+from areal_megatron.process.files import write_atomically
 from areal_megatron.reshard.boxes import Box, Shape
-from areal_megatron.run import RunError
+from areal_megatron.run.folder import RunError
 
 _ALIGNMENT = 64
 """torch.save aligns elements to as many bytes, counted from where a chunk begins."""

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from areal_megatron.checkpoint.disk import CheckpointError, Extent
-from areal_megatron.errors import first_line
-from areal_megatron.json_input import parse_json
 from areal_megatron.models.dtypes import ITEMSIZE
+from areal_megatron.process.errors import first_line
 from areal_megatron.reshard.boxes import Box, Shape
+from areal_megatron.run.json_input import parse_json
 
 BACKEND = {
     "sharded_backend": "torch_dist",

@@ -43,10 +43,9 @@ from typing import Any
 
 import msgspec
 
-from areal_megatron import descriptors, lateness
 from areal_megatron.checkpoint import folder as checkpoint_folder
 from areal_megatron.config import Config, ConfigError
-from areal_megatron.config_file import load
+from areal_megatron.config.config_file import load
 from areal_megatron.controller import state
 from areal_megatron.controller.batches import Batches
 from areal_megatron.controller.changed import Changed
@@ -65,15 +64,16 @@ from areal_megatron.data.dumps import forget
 from areal_megatron.data.prompts import Prompt, read_prompts
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.engine.client import EngineError
-from areal_megatron.errors import first_cause
 from areal_megatron.models.architecture import read_config
 from areal_megatron.models.flops import SequenceFlops
-from areal_megatron.network import address
 from areal_megatron.observe.background import close_all
 from areal_megatron.observe.metrics import MetricsWriter, StatusWriter
 from areal_megatron.observe.shown_answers import AnswersWriter
 from areal_megatron.observe.startup import Startup
 from areal_megatron.observe.timeline import Timeline
+from areal_megatron.process import lateness
+from areal_megatron.process.errors import first_cause
+from areal_megatron.process.shown import guard
 from areal_megatron.protocol import (
     Bye,
     CheckpointBegin,
@@ -90,8 +90,9 @@ from areal_megatron.protocol import (
     Trained,
 )
 from areal_megatron.reward.answers import problem_with_answers
-from areal_megatron.run import CONTROLLER, Run, RunError, from_command_line
-from areal_megatron.shown import guard
+from areal_megatron.run import descriptors
+from areal_megatron.run.folder import CONTROLLER, Run, RunError, from_command_line
+from areal_megatron.run.network import address
 from areal_megatron.workflows.sampling import Decoding
 
 log = logging.getLogger(__name__)

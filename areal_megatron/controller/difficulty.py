@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from areal_megatron.algorithms import are_equal
 from areal_megatron.config import RolloutConfig
+from areal_megatron.config.algorithms import are_equal
 from areal_megatron.data.prompts import Prompt
 from areal_megatron.workflows.scoring import Score
 

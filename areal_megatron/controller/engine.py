@@ -8,13 +8,13 @@ import math
 import time
 from collections.abc import Callable
 
-from areal_megatron import lateness
 from areal_megatron.config import Config
 from areal_megatron.controller.changed import Changed
 from areal_megatron.engine.client import EngineClient, EngineError, Load
 from areal_megatron.observe.status import EngineState, EngineStatus
 from areal_megatron.observe.timeline import Timeline
-from areal_megatron.run import Run, engine_name
+from areal_megatron.process import lateness
+from areal_megatron.run.folder import Run, engine_name
 
 log = logging.getLogger(__name__)
 _POLL_S = 2.0

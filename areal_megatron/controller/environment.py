@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from areal_megatron.config import Config
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.reward.workers import RewardWorkers
-from areal_megatron.run import Run
+from areal_megatron.run.folder import Run
 from areal_megatron.workflows.runner import EpisodeRunner, runner_of
 from areal_megatron.workflows.scoring import Scorer
 

@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Iterable
 
 from areal_megatron.config import Config
-from areal_megatron.errors import printable
-from areal_megatron.run import RunError
+from areal_megatron.process.errors import printable
+from areal_megatron.run.folder import RunError
 
 _FEWEST_GROUPS = 10
 """One group alone, as of a row that cannot be scored, is no more than the default share of so many."""

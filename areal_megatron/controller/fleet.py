@@ -8,7 +8,6 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from areal_megatron import lateness
 from areal_megatron.config import Config
 from areal_megatron.controller.changed import Changed
 from areal_megatron.controller.engine import Engine, connect, connector, room_of
@@ -18,8 +17,9 @@ from areal_megatron.controller.updates import EngineUpdates
 from areal_megatron.engine.client import EngineClient, EngineError
 from areal_megatron.observe.status import EngineState
 from areal_megatron.observe.timeline import Timeline
+from areal_megatron.process import lateness
 from areal_megatron.protocol import Delivered, Links, NotYet, Publish, Sending
-from areal_megatron.run import Run, RunError, engine_index, engine_name
+from areal_megatron.run.folder import Run, RunError, engine_index, engine_name
 
 log = logging.getLogger(__name__)
 _POLL_S = 0.5

@@ -21,10 +21,10 @@ import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
-from areal_megatron import descriptors
+from areal_megatron.process.shown import guard
 from areal_megatron.protocol import SOCKET_OPTIONS, public_key
-from areal_megatron.run import RunError, SecretKeys
-from areal_megatron.shown import guard
+from areal_megatron.run import descriptors
+from areal_megatron.run.folder import RunError, SecretKeys
 
 log = logging.getLogger(__name__)
 

@@ -25,9 +25,9 @@ from areal_megatron.data.prompts import Prompt, cursor, drawing_of
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.data.trajectory import Trajectory
 from areal_megatron.engine.client import Completion, EngineError
-from areal_megatron.lateness import within
 from areal_megatron.observe.status import EngineState
-from areal_megatron.run import RunError
+from areal_megatron.process.lateness import within
+from areal_megatron.run.folder import RunError
 from areal_megatron.workflows.episode import EpisodeSpec
 from areal_megatron.workflows.runner import ScoredTranscript
 from areal_megatron.workflows.sampling import INTERRUPTED, sampling_seed

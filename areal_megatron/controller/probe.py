@@ -26,7 +26,7 @@ from areal_megatron.data.trajectory import Excerpt, Trajectory
 from areal_megatron.engine.client import EngineClient, EngineError
 from areal_megatron.models.logits import SCORED_TOKENS
 from areal_megatron.observe.status import EngineState
-from areal_megatron.run import RunError
+from areal_megatron.run.folder import RunError
 from areal_megatron.workflows.sampling import cache_salt
 
 log = logging.getLogger(__name__)

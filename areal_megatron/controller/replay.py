@@ -21,7 +21,6 @@ from areal_megatron.data.dumps import REPLAYED, Dump, Replayed, check_same, chec
 from areal_megatron.data.trajectory import Trajectory, store
 from areal_megatron.models.architecture import read_config
 from areal_megatron.models.flops import SequenceFlops
-from areal_megatron.network import address
 from areal_megatron.observe.background import close_all
 from areal_megatron.observe.metrics import MetricsWriter, StatusWriter
 from areal_megatron.protocol import (
@@ -38,7 +37,8 @@ from areal_megatron.protocol import (
     Request,
     Trained,
 )
-from areal_megatron.run import CONTROLLER, Run, RunError
+from areal_megatron.run.folder import CONTROLLER, Run, RunError
+from areal_megatron.run.network import address
 
 _STATUS_S = 0.5
 

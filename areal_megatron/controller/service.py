@@ -10,7 +10,7 @@ import zmq
 import zmq.asyncio
 
 from areal_megatron.controller.front import Front
-from areal_megatron.errors import first_line
+from areal_megatron.process.errors import first_line
 from areal_megatron.protocol import (
     PROTOCOL,
     EncodedBatch,
@@ -23,7 +23,7 @@ from areal_megatron.protocol import (
     decode_envelope,
     encode_answer,
 )
-from areal_megatron.run import RunError, SecretKeys
+from areal_megatron.run.folder import RunError, SecretKeys
 
 log = logging.getLogger(__name__)
 

@@ -24,8 +24,8 @@ from typing import Any
 from areal_megatron.config import Config
 from areal_megatron.controller.engine import Engine
 from areal_megatron.engine.client import EngineError
-from areal_megatron.lateness import within
 from areal_megatron.observe.status import EngineState
+from areal_megatron.process.lateness import within
 from areal_megatron.protocol import Delivered, LinkRef, Publish
 from areal_megatron.reshard.session import FEW_CHANGES, init_body
 

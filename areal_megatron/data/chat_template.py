@@ -21,7 +21,7 @@ import jinja2
 
 from areal_megatron.config import ConfigError
 from areal_megatron.data.formats import Chat
-from areal_megatron.errors import first_line, printable
+from areal_megatron.process.errors import first_line, printable
 
 _FILE, _MORE = "chat_template.jinja", "additional_chat_templates"
 _FOR_TOOLS = "tool_use"

@@ -154,7 +154,7 @@ def _check_pass_rates(config: Config, prompts: Sequence[Prompt]) -> None:
     if is_easiest_first(config) and all(prompt.pass_rate is None for prompt in prompts):
         raise ConfigError(
             f"rollout.easiest_first: no row of {config.data.train} has a pass_rate to order by; "
-            "python -m areal_megatron.evaluate --pass-rates writes them"
+            "areal evaluate --pass-rates writes them"
         )
     limits = [own.data.max_prompt_tokens for own in config.by_environment()]
     fitting = [prompt.pass_rate for prompt in prompts if len(prompt.tokens) <= limits[prompt.environment]]

@@ -10,7 +10,7 @@ from typing import Any
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.data.pairs import Pair
 from areal_megatron.data.prompts import Example, Prompt
-from areal_megatron.errors import printable
+from areal_megatron.process.errors import printable
 
 _SHOWN = 3
 """So many rows of a kind are named."""

@@ -16,9 +16,9 @@ import msgspec
 import numpy as np
 
 from areal_megatron.config import Config, ConfigError
+from areal_megatron.config.user_function import code_of
 from areal_megatron.data.trajectory import decoder
-from areal_megatron.errors import first_line, printable
-from areal_megatron.user_function import code_of
+from areal_megatron.process.errors import first_line, printable
 
 SUPERVISED = "examples.msgpack"
 """The file of a checkpoint that holds the Drawing of a supervised run."""

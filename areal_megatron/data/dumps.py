@@ -1,4 +1,4 @@
-"""Dumps of the batches that a run has trained, for areal_megatron.trajectories and controller/replay.py.
+"""Dumps of the batches that a run has trained, for areal_megatron.programs.trajectories and controller/replay.py.
 
 `trajectories/batch-000012.msgpack` in the run folder is the batch that was formed after twelve others had been trained,
 with the trajectories of all replicas. Needs numpy and msgspec only.
@@ -18,7 +18,7 @@ import msgspec
 
 from areal_megatron.config import ConfigError
 from areal_megatron.data.trajectory import Trajectory, decoder, store
-from areal_megatron.errors import first_line, printable
+from areal_megatron.process.errors import first_line, printable
 
 Content = TypeVar("Content")
 _NAME = re.compile(r"batch-(\d+)\.msgpack")

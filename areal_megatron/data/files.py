@@ -13,10 +13,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from areal_megatron import hub
 from areal_megatron.config import Config, ConfigError
-from areal_megatron.errors import first_line
-from areal_megatron.json_input import parse_json
+from areal_megatron.hub import hub
+from areal_megatron.process.errors import first_line
+from areal_megatron.run.json_input import parse_json
 
 _SHARD = re.compile(r"-\d+-of-\d+$")
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from areal_megatron.config import ConfigError
 from areal_megatron.data.boxed import last_boxed
-from areal_megatron.json_input import parse_json
+from areal_megatron.run.json_input import parse_json
 
 Row = dict[str, Any]
 Chat = list[dict[str, str]]

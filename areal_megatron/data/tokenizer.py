@@ -24,8 +24,8 @@ from areal_megatron.data.chat_template import ChatTemplate, TemplateRefused
 from areal_megatron.data.control_words import ControlWords, Hidden, any_of, tags
 from areal_megatron.data.drawing import digest_of
 from areal_megatron.data.formats import Chat
-from areal_megatron.errors import printable
-from areal_megatron.json_input import read_object, read_regular
+from areal_megatron.process.errors import printable
+from areal_megatron.run.json_input import read_object, read_regular
 
 _NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 _MORE_NAMES = ("additional_special_tokens", "extra_special_tokens")

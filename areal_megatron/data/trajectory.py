@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from areal_megatron.files import write_atomically
+from areal_megatron.process.files import write_atomically
 
 
 class Trajectory(msgspec.Struct, kw_only=True):

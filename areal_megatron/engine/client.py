@@ -23,10 +23,10 @@ import numpy as np
 
 from areal_megatron.engine import answers
 from areal_megatron.engine.answers import RawAnswer, RawArray
-from areal_megatron.errors import printable
-from areal_megatron.lateness import now, within
-from areal_megatron.network import KEEP_ALIVE_S, keep_alive
+from areal_megatron.process.errors import printable
+from areal_megatron.process.lateness import now, within
 from areal_megatron.reshard import session
+from areal_megatron.run.network import KEEP_ALIVE_S, keep_alive
 
 log = logging.getLogger(__name__)
 

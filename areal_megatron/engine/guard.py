@@ -22,10 +22,10 @@ from typing import Any
 from prometheus_client import Counter
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from areal_megatron.credentials import Credentials
 from areal_megatron.engine.environment import SECRET_FILE
-from areal_megatron.errors import Rarely, printable, worth_a_line
-from areal_megatron.network import CREDENTIALS_FILE, STRANGER_S, Strangers, backlog
+from areal_megatron.process.errors import Rarely, printable, worth_a_line
+from areal_megatron.run.credentials import Credentials
+from areal_megatron.run.network import CREDENTIALS_FILE, STRANGER_S, Strangers, backlog
 
 log = logging.getLogger("vllm.areal")
 REFUSED = Counter("areal:refused_requests", "Requests without the run's secret")

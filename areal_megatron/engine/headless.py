@@ -11,9 +11,9 @@ import gc
 import multiprocessing
 import sys
 
-from areal_megatron import lifeline
 from areal_megatron.config import ConfigError
 from areal_megatron.engine import vllm_options
+from areal_megatron.process import lifeline
 
 
 def main() -> None:

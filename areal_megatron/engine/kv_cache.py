@@ -1,5 +1,5 @@
 """The size of an engine's KV cache. On CPU it is no more than its requests need. On a GPU vLLM takes the memory it
-finds, unless trainers share that GPU: then the launcher has planned it (launch/memory).
+finds, unless trainers share that GPU: then the launcher has planned it (planning/memory).
 
 Imports neither torch nor vllm: the launcher plans with it.
 """
@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from areal_megatron.config import Config
+from areal_megatron.config.passed_through import SPECULATIVE
 from areal_megatron.models.architecture import architecture, read_config
 from areal_megatron.models.dtypes import ITEMSIZE
 from areal_megatron.models.table import Dimensions
-from areal_megatron.passed_through import SPECULATIVE
 
 CPU_BLOCK_TOKENS = 32
 """Tokens in one KV block on CPU, the fewest that vLLM's attention takes there: it reads whole blocks, and only whole

@@ -13,14 +13,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from areal_megatron.config import Config, RolloutConfig
-from areal_megatron.config_file import load
+from areal_megatron.config.config_file import load
 from areal_megatron.engine import kv_cache
 from areal_megatron.engine.server import check_shared_memory, own_cores, reserve_port, server_environment, url
 from areal_megatron.models.architecture import read_config
-from areal_megatron.network import address, socket_settings
-from areal_megatron.run import from_command_line, one_line, reward_engine_name
-from areal_megatron.shown import guard
-from areal_megatron.versions import require
+from areal_megatron.process.shown import guard
+from areal_megatron.run.folder import from_command_line, one_line, reward_engine_name
+from areal_megatron.run.network import address, socket_settings
+from areal_megatron.run.versions import require
 
 SERVED_MODEL = "reward"
 _MORE_TOKENS = 1024

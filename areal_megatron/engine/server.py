@@ -27,11 +27,13 @@ from pathlib import Path
 from typing import Any
 
 from areal_megatron.config import Config, ConfigError
-from areal_megatron.config_file import load
+from areal_megatron.config.config_file import load
 from areal_megatron.engine import kv_cache
 from areal_megatron.engine.environment import CPUS, EMPTY, GPU_SHARE, KV_CACHE_BYTES, PART, RENDEZVOUS, SECRET_FILE
 from areal_megatron.models.architecture import architecture, implied, read_config
-from areal_megatron.network import (
+from areal_megatron.process.shown import guard
+from areal_megatron.run.folder import Run, engine_name, from_command_line, one_line
+from areal_megatron.run.network import (
     CREDENTIALS_FILE,
     KEEP_ALIVE_S,
     Site,
@@ -39,9 +41,7 @@ from areal_megatron.network import (
     join_address,
     socket_settings,
 )
-from areal_megatron.run import Run, engine_name, from_command_line, one_line
-from areal_megatron.shown import guard
-from areal_megatron.versions import require
+from areal_megatron.run.versions import require
 
 SERVED_MODEL = "policy"
 PASSED_THROUGH = "--passed-through"

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import sys
 
-from areal_megatron import lifeline
 from areal_megatron.config import ConfigError
 from areal_megatron.engine import vllm_options
 from areal_megatron.engine.server import PASSED_THROUGH
+from areal_megatron.process import lifeline
 
 
 def main() -> None:

@@ -17,13 +17,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import Any
 
-from areal_megatron import config_file, passed_through
-from areal_megatron.config import Config, ConfigError
+from areal_megatron.config import Config, ConfigError, config_file, passed_through
+from areal_megatron.config.passed_through import SPECULATIVE, VLLM
 from areal_megatron.engine import server
-from areal_megatron.errors import printable
-from areal_megatron.passed_through import SPECULATIVE, VLLM
-from areal_megatron.run import Run
-from areal_megatron.shown import guard
+from areal_megatron.process.errors import printable
+from areal_megatron.process.shown import guard
+from areal_megatron.run.folder import Run
 
 _GROUPS = (*passed_through.VLLM_OWNED, *passed_through.VLLM_ON_CPU, *passed_through.VLLM_SHARED)
 

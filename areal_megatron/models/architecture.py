@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from areal_megatron.config import ConfigError
-from areal_megatron.json_input import read_object
 from areal_megatron.models.deepseek import DEEPSEEK_V3
 from areal_megatron.models.described import EXPERT_COUNTS, check_described, rope, shown
 from areal_megatron.models.glm4 import GLM4_MOE
@@ -28,6 +27,7 @@ from areal_megatron.models.table import (
     Family,
     Row,
 )
+from areal_megatron.run.json_input import read_object
 
 FAMILIES: dict[str, Family] = {
     "DeepseekV3ForCausalLM": DEEPSEEK_V3,

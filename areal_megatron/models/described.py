@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from areal_megatron.config import ConfigError
-from areal_megatron.errors import printable
+from areal_megatron.process.errors import printable
 
 EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
 """Names of the number of experts: of Qwen3-MoE transformers 5 writes the last, published checkpoints have the first."""

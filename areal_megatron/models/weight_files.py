@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from areal_megatron.errors import printable
-from areal_megatron.json_input import read_object
+from areal_megatron.process.errors import printable
+from areal_megatron.run.json_input import read_object
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

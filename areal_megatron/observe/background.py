@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
-from areal_megatron.files import drop_torn_line
-from areal_megatron.run import Away, Replaced
+from areal_megatron.process.files import drop_torn_line
+from areal_megatron.run.folder import Away, Replaced
 
 log = logging.getLogger(__name__)
 FLUSH_S = 10.0

@@ -22,9 +22,9 @@ from areal_megatron.config import Config
 from areal_megatron.observe.advice import Short, advise
 from areal_megatron.observe.metrics import STEPS, MetricsReader, read_status, surviving
 from areal_megatron.observe.status import EngineStatus, engines_of
-from areal_megatron.run import Run
-from areal_megatron.shown import guard, visible
-from areal_megatron.terminal import Terminal
+from areal_megatron.process.shown import guard, visible
+from areal_megatron.process.terminal import Terminal
+from areal_megatron.run.folder import Run
 
 EVENTS_SHOWN = 6
 TREND_WIDTH = 32

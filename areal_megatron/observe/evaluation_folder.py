@@ -1,4 +1,4 @@
-"""The folder of an evaluation: its settings and answers, from which areal_megatron.evaluate resumes."""
+"""The folder of an evaluation: its settings and answers, from which areal_megatron.launch.evaluate resumes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 
 from areal_megatron.config import ConfigError
-from areal_megatron.files import drop_torn_line, write_atomically
-from areal_megatron.json_input import read_record
+from areal_megatron.process.files import drop_torn_line, write_atomically
+from areal_megatron.run.json_input import read_record
 
 
 class Sampled(msgspec.Struct, kw_only=True):

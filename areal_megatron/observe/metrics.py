@@ -1,5 +1,5 @@
 """The metrics of a run: lines of metrics.jsonl, mirrored to TensorBoard, and the current status in status.json.
-Other trackers have processes of their own, which follow metrics.jsonl (areal_megatron/mirror.py).
+Other trackers have processes of their own, which follow metrics.jsonl (areal_megatron/observe/mirror.py).
 
 metrics.jsonl is the record: one process writes it, and only appends. Its lines wait in memory while the disk is full or
 hangs. status.json is overwritten all the time and holds the present state only. A thread writes both (background.py):
@@ -22,11 +22,11 @@ import msgspec
 from msgspec import Meta
 
 from areal_megatron.config import ConfigError
-from areal_megatron.files import read_replaced, write_atomically
-from areal_megatron.json_input import read_record
 from areal_megatron.observe.background import FLUSH_S, AppendedFile, LatestFile, close_all
 from areal_megatron.observe.status import EngineStatus
-from areal_megatron.run import Run
+from areal_megatron.process.files import read_replaced, write_atomically
+from areal_megatron.run.folder import Run
+from areal_megatron.run.json_input import read_record
 
 Number = Annotated[float, Meta(ge=-1e39, le=1e39)]
 """All that a float32 may be, which no arithmetic of a reader overflows."""

@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 import msgspec
 
 from areal_megatron.config import ConfigError
-from areal_megatron.files import numbered, write_atomically
-from areal_megatron.json_input import read_record
 from areal_megatron.observe.background import FLUSH_S, LatestFile
 from areal_megatron.observe.metrics import MetricsWriter, Number
-from areal_megatron.run import Run
-from areal_megatron.shown import visible
+from areal_megatron.process.files import numbered, write_atomically
+from areal_megatron.process.shown import visible
+from areal_megatron.run.folder import Run
+from areal_megatron.run.json_input import read_record
 
 SHOWN = 8
 """Prompts of which answers are kept."""

@@ -16,9 +16,9 @@ import msgspec
 from msgspec import Meta
 
 from areal_megatron.config import ConfigError
-from areal_megatron.files import write_atomically
-from areal_megatron.json_input import read_record
-from areal_megatron.run import Run
+from areal_megatron.process.files import write_atomically
+from areal_megatron.run.folder import Run
+from areal_megatron.run.json_input import read_record
 
 Interval = tuple[float, float]
 FEWEST_DISTURBED = 20

@@ -18,8 +18,8 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from areal_megatron.config import ConfigError, TrackConfig
-from areal_megatron.extras import EXTRAS
 from areal_megatron.observe.metrics import as_markdown
+from areal_megatron.run.extras import EXTRAS
 
 
 class Tracker(Protocol):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from areal_megatron.algorithms import ROUNDING
+from areal_megatron.config.algorithms import ROUNDING
 
 EPSILON = 1e-5
 """Added to standard deviations, as published: small ones do not make large advantages."""

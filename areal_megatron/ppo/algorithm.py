@@ -1,6 +1,6 @@
 """The algorithms that `ppo.algorithm` names: an advantage, a loss, and a way to average the losses of tokens.
 
-To add one, write a function in advantage.py or loss.py, a line here, and one in areal_megatron/algorithms.py with the
+To add one, write a function in advantage.py or loss.py, a line here, and one in config/algorithms.py with the
 numbers that it is published with.
 """
 

@@ -109,7 +109,7 @@ def find(base: Tensor, now: Tensor) -> tuple[Changes, np.ndarray]:
 
 def compare_in_parts(earlier: Tensor, later: Tensor, at_a_time: int = COMPARED) -> tuple[np.ndarray, ...]:
     """Returns places, later bits and differences of `later` on a device from `earlier` in the memory of the host, in
-    the memory that few of the elements take (launch/memory/trainer.py)."""
+    the memory that few of the elements take (areal_megatron/planning/memory/trainer.py)."""
     found: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
     copied = torch.empty_like(later[:at_a_time])
     for start in range(0, max(later.numel(), 1), at_a_time):

@@ -54,6 +54,6 @@ def settle(device: torch.device) -> None:
 def _copy(targets: list, sources: list) -> None:
     if targets and isinstance(targets[0], np.ndarray):
         for target, source in zip(targets, sources, strict=True):
-            np.copyto(target, source)  # memcpy, which may go past the caches (launch/orders.py); torch's copy does not
+            np.copyto(target, source)  # memcpy, which may go past the caches (orders.py); torch's copy does not
     else:
         torch._foreach_copy_(targets, sources)

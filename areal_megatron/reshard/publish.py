@@ -46,7 +46,7 @@ from areal_megatron.reshard.plan import Bucket, Plan, Planner
 from areal_megatron.reshard.published import Choice, Cost, Publications
 from areal_megatron.reshard.session import publication, version_of
 from areal_megatron.reshard.transport import Link, Message
-from areal_megatron.run import RunError
+from areal_megatron.run.folder import RunError
 
 _LOOKING = ThreadPoolExecutor(2, thread_name_prefix="changes")
 """Looks for changes in several messages at a time; on a CPU a core compares 1 to 3 GB/s."""

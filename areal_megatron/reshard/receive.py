@@ -36,8 +36,6 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.platforms import current_platform
 
 from areal_megatron.config import ConfigError
-from areal_megatron.credentials import Credentials
-from areal_megatron.network import CREDENTIALS_FILE, Site, address
 from areal_megatron.reshard.boxes import LayoutError
 from areal_megatron.reshard.carriers.base import LinkError
 from areal_megatron.reshard.carriers.streams import Listener
@@ -45,6 +43,8 @@ from areal_megatron.reshard.engine_layout import EngineSizes
 from areal_megatron.reshard.reception import Inlet, Reception
 from areal_megatron.reshard.session import ABORT_BODY, ROOM, LinkInfo
 from areal_megatron.reshard.staging import Full, Live, Shard, Streamed
+from areal_megatron.run.credentials import Credentials
+from areal_megatron.run.network import CREDENTIALS_FILE, Site, address
 
 log = init_logger("vllm.areal_megatron.receive")
 

@@ -48,7 +48,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from areal_megatron.errors import first_line
+from areal_megatron.process.errors import first_line
 from areal_megatron.reshard.carriers import carrier_of
 from areal_megatron.reshard.carriers.base import Deadline, LinkEnd, LinkError, Members, Work
 from areal_megatron.reshard.plan import Bucket

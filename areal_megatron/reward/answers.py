@@ -6,10 +6,10 @@ import re
 import string
 from collections.abc import Callable
 
-from areal_megatron.json_input import parse_json
 from areal_megatron.reward.code import parse_tests
 from areal_megatron.reward.math import right_answers
 from areal_megatron.reward.numeral import LONGEST_BARE, bare
+from areal_megatron.run.json_input import parse_json
 
 
 def problem_with_answers(function: str) -> Callable[[str], str]:

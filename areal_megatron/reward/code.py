@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
-from areal_megatron.json_input import parse_json
 from areal_megatron.reward.sandbox import Limits, run
+from areal_megatron.run.json_input import parse_json
 
 _FENCE = re.compile(r"^[ \t]*+```[ \t]*+([^\s`]*+)([^\n`]*+)$", re.MULTILINE)
 _GAP = re.compile(r"([ \t]+)")

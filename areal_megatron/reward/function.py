@@ -11,7 +11,7 @@ from numbers import Real
 from typing import Any
 
 from areal_megatron.config import ConfigError, RewardConfig
-from areal_megatron.user_function import import_function
+from areal_megatron.config.user_function import import_function
 
 RewardFunction = Callable[..., float | tuple[float, str]]
 """f(prompt, response, answer) → score, or (score, feedback); one with a parameter `row` gets the row of the data set

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from areal_megatron.config import ConfigError
+from areal_megatron.config.user_function import import_function
 from areal_megatron.reward.function import LARGEST_SCORE, WrongResult, is_score
-from areal_megatron.user_function import import_function
 
 KEY = "reward.group_function"
 _MOST_TERMS = 32

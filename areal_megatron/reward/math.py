@@ -12,11 +12,11 @@ from contextlib import suppress
 from fractions import Fraction
 
 from areal_megatron.data.boxed import BOX, last_boxed
-from areal_megatron.json_input import parse_json
 from areal_megatron.reward.no_score import AnswerRefused
 from areal_megatron.reward.notation import numbers_in, restates
 from areal_megatron.reward.numeral import LONGEST, Numeral, bare, numeral
 from areal_megatron.reward.wording import halves_of_day
+from areal_megatron.run.json_input import parse_json
 
 _SAYS = re.compile(r"####|<answer>|(?i:answers?+\s*+(?:is|are|:|=))")
 _SAID = re.compile(r"[\s:*]*+(?:\$([^$\n]++)\$|\\\(([^\n]*?)\\\)|([^\n]*?)(?:\.?$|\.\s|\s\(|\n|</answer>))")

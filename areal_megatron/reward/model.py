@@ -13,12 +13,11 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from areal_megatron import config_file
-from areal_megatron.config import ConfigError, RewardConfig
+from areal_megatron.config import ConfigError, RewardConfig, config_file
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.reward import remote
 from areal_megatron.reward.no_score import ServiceAway
-from areal_megatron.run import Run, RunError, reward_engine_name
+from areal_megatron.run.folder import Run, RunError, reward_engine_name
 
 Text = tuple[str, str]
 """A prompt and a response."""

@@ -17,9 +17,9 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from areal_megatron.config import ConfigError
-from areal_megatron.json_input import parse_json
-from areal_megatron.lateness import within
+from areal_megatron.process.lateness import within
 from areal_megatron.reward.no_score import ServiceAway
+from areal_megatron.run.json_input import parse_json
 
 _REPLY_BYTES = 1 << 20
 _AWAY = {429, 502, 503, 504}

@@ -18,7 +18,7 @@ from areal_megatron.data.prompts import Prompt
 from areal_megatron.reward.group import KEY, GroupAnswer
 from areal_megatron.reward.worker import Answer, AnswerGroup, Scored
 from areal_megatron.reward.workers import RewardWorkers
-from areal_megatron.run import RunError
+from areal_megatron.run.folder import RunError
 
 WRONG = "I do not know."
 _PATIENCE_S = 30.0

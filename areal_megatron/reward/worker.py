@@ -26,10 +26,10 @@ import numpy as np
 from areal_megatron.config import ConfigError
 from areal_megatron.data.boxed import last_boxed
 from areal_megatron.data.tokenizer import Tokenizer
+from areal_megatron.process.shown import guard
 from areal_megatron.reward.function import PURE, WrongResult, load_function, scored, takes_row
 from areal_megatron.reward.group import GroupAnswer, checked_terms, load_group_function
 from areal_megatron.reward.no_score import AnswerRefused, ServiceAway
-from areal_megatron.shown import guard
 
 HEADER = struct.Struct("<I")
 _AWAY_PAUSE_S = 1.0

@@ -20,11 +20,11 @@ from pathlib import Path
 import msgspec
 
 from areal_megatron.config import ConfigError, RewardConfig
-from areal_megatron.errors import printable, worth_a_line
-from areal_megatron.lateness import now, pauses, within
+from areal_megatron.process.errors import printable, worth_a_line
+from areal_megatron.process.lateness import now, pauses, within
 from areal_megatron.reward.function import PURE
 from areal_megatron.reward.worker import HEADER, Answer, AnswerGroup, Ready, Scored
-from areal_megatron.run import RunError
+from areal_megatron.run.folder import RunError
 
 log = logging.getLogger(__name__)
 _START_TIMEOUT_S = 120

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from areal_megatron.config import ConfigError
-from areal_megatron.errors import first_line
+from areal_megatron.process.errors import first_line
 from areal_megatron.trainer.attention import attend_runs
 
 FASTEST = {9: ("fa3", "fa4", "fa2"), 10: ("fa4", "fa2")}

@@ -11,11 +11,10 @@ import sys
 
 import torch
 
-from areal_megatron import config_file
-from areal_megatron.config import Config, ConfigError
+from areal_megatron.config import Config, ConfigError, config_file
+from areal_megatron.config.passed_through import MEGATRON
 from areal_megatron.models.table import ROUTER_BIAS
-from areal_megatron.passed_through import MEGATRON
-from areal_megatron.shown import guard
+from areal_megatron.process.shown import guard
 from areal_megatron.trainer.model import described, parallel_sizes, transformer_config
 
 

@@ -26,8 +26,8 @@ from areal_megatron.checkpoint import torch_dist_file
 from areal_megatron.checkpoint.folder import Written
 from areal_megatron.checkpoint.torch_dist import MODEL_PREFIXES
 from areal_megatron.checkpoint.torch_dist_file import Image, file_name
-from areal_megatron.errors import first_line
-from areal_megatron.run import RunError
+from areal_megatron.process.errors import first_line
+from areal_megatron.run.folder import RunError
 from areal_megatron.trainer import checkpoint_tensors
 from areal_megatron.trainer.cpu import cpu_passes_for_cuda
 from areal_megatron.trainer.learner import Learner

@@ -10,8 +10,8 @@ import msgspec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from areal_megatron.config import ConfigError
-from areal_megatron.errors import printable
-from areal_megatron.passed_through import MEGATRON
+from areal_megatron.config.passed_through import MEGATRON
+from areal_megatron.process.errors import printable
 
 
 def with_fields(

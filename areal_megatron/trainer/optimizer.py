@@ -18,7 +18,7 @@ from megatron.core.utils import local_multi_tensor_l2_norm
 from torch import Tensor
 
 from areal_megatron.config import OptimizerConfig
-from areal_megatron.run import RunError
+from areal_megatron.run.folder import RunError
 from areal_megatron.trainer.cpu import cpu_passes_for_cuda
 from areal_megatron.trainer.pipeline import Chunks
 

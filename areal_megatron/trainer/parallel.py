@@ -17,10 +17,10 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from areal_megatron.config import Config, ConfigError
-from areal_megatron.errors import first_line
-from areal_megatron.network import address, socket_settings
+from areal_megatron.process.errors import first_line
 from areal_megatron.reshard.trainer_layout import MegatronSizes
-from areal_megatron.run import Run, RunError
+from areal_megatron.run.folder import Run, RunError
+from areal_megatron.run.network import address, socket_settings
 from areal_megatron.trainer.objects import sign_objects
 
 STORE = "trainer-store"

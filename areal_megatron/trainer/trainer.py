@@ -28,7 +28,7 @@ from areal_megatron.ppo.correction import within_second_moment
 from areal_megatron.ppo.loss import effective_share
 from areal_megatron.ppo.penalty import COVARIANT, most_covariant
 from areal_megatron.reshard.trainer_layout import is_head, layout, without_head
-from areal_megatron.run import Run
+from areal_megatron.run.folder import Run
 from areal_megatron.trainer import attention_kernels, hardware, pipeline
 from areal_megatron.trainer import parallel as process_groups
 from areal_megatron.trainer.batch import PPOMicroBatch, RowPart, pack, pack_trajectories

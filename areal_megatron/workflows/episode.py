@@ -9,15 +9,15 @@ from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from areal_megatron import lateness
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.data.formats import Chat
 from areal_megatron.data.prompts import Prompt
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.engine.client import EngineError
+from areal_megatron.process import lateness
 from areal_megatron.reward.no_score import RewardFailed
 from areal_megatron.reward.worker import Scored
-from areal_megatron.run import RunError
+from areal_megatron.run.folder import RunError
 from areal_megatron.workflows.sampling import INTERRUPTED, GenerationRequest, Sampling, generate, sampling_seed
 from areal_megatron.workflows.scoring import Scorer
 from areal_megatron.workflows.transcript import Transcript

@@ -24,8 +24,8 @@ from aiohttp import web
 from areal_megatron.config import ConfigError
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.engine.client import EngineError
-from areal_megatron.http_server import HttpServer
-from areal_megatron.network import backlog
+from areal_megatron.run.http_server import HttpServer
+from areal_megatron.run.network import backlog
 from areal_megatron.workflows.episode import Api, Episode, EpisodeOver, Interrupted
 from areal_megatron.workflows.openai_messages import (
     AnsweredCall,

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from areal_megatron.json_input import parse_json
+from areal_megatron.run.json_input import parse_json
 from areal_megatron.workflows.transcript import Transcript
 
 Message = dict[str, Any]

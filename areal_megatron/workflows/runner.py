@@ -13,11 +13,11 @@ from areal_megatron.config import Config, ConfigError
 from areal_megatron.data.prompts import Prompt
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.engine.client import EngineError
-from areal_megatron.errors import printable, worth_a_line
-from areal_megatron.lateness import pauses
+from areal_megatron.process.errors import printable, worth_a_line
+from areal_megatron.process.lateness import pauses
 from areal_megatron.reward.function import checked, is_score
 from areal_megatron.reward.no_score import RewardFailed
-from areal_megatron.run import RunError
+from areal_megatron.run.folder import RunError
 from areal_megatron.workflows.episode import Episode, EpisodeOver, EpisodeSpec, Interrupted, RunResources
 from areal_megatron.workflows.openai_endpoint import OpenAIEndpoint
 from areal_megatron.workflows.sampling import Sampling

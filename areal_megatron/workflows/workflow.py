@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from areal_megatron.config import Config, ConfigError, RolloutConfig
-from areal_megatron.user_function import import_function
+from areal_megatron.config.user_function import import_function
 
 KEY = "rollout.workflow"
 SINGLE_TURN = "single_turn"

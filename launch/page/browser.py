@@ -9,13 +9,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from areal_megatron import hub
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.data.dumps import dumped, read
+from areal_megatron.data.pieces import pieces
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.data.trajectory import decoder
-from areal_megatron.run import Run
-from areal_megatron.trajectories import pieces
+from areal_megatron.hub import hub
+from areal_megatron.run.folder import Run
 
 PAGE = 25
 """Trajectories on a page of the browser."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from areal_megatron.config import ConfigError
 from areal_megatron.observe.shown_answers import evenly, read_answers
-from areal_megatron.run import Run
+from areal_megatron.run.folder import Run
 
 _MOST = 40
 """Most evaluations that are shown."""

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from areal_megatron.observe.metrics import STEPS, MetricsReader, surviving
-from areal_megatron.run import Run
+from areal_megatron.run.folder import Run
 
 MOST_POINTS = 400
 """Most points of a curve that are shown."""

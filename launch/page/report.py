@@ -13,13 +13,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from areal_megatron import config_file
-from areal_megatron.arguments import Parser
-from areal_megatron.files import write_atomically
+from areal_megatron.config import config_file
 from areal_megatron.launch.page.watched import Watched, as_json
 from areal_megatron.observe.spans import Span, merge, read_spans, speeds_with_and_without
-from areal_megatron.run import Run, is_trainer
-from areal_megatron.shown import guard
+from areal_megatron.process.files import write_atomically
+from areal_megatron.process.shown import guard
+from areal_megatron.run.arguments import Parser
+from areal_megatron.run.folder import Run, is_trainer
 
 
 def write_report(run: Run, out: Path) -> None:

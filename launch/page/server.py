@@ -20,13 +20,13 @@ from typing import Any
 
 from aiohttp import web
 
-from areal_megatron import descriptors
 from areal_megatron.config import ConfigError
-from areal_megatron.http_server import HttpServer
 from areal_megatron.launch.page.browser import Browser
 from areal_megatron.launch.page.watched import Watched, as_json
-from areal_megatron.network import address, backlog
-from areal_megatron.run import Run
+from areal_megatron.run import descriptors
+from areal_megatron.run.folder import Run
+from areal_megatron.run.http_server import HttpServer
+from areal_megatron.run.network import address, backlog
 
 _REFRESH_S = 1.0
 _PATIENCE_S = 2.0

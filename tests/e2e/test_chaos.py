@@ -9,7 +9,7 @@ from statistics import mean
 import pytest
 
 from areal_megatron.observe.metrics import read_metrics
-from areal_megatron.run import Run
+from areal_megatron.run.folder import Run
 from tests.conftest import ROOT
 from tools.chaos import FAULTS
 

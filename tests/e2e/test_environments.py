@@ -8,10 +8,10 @@ import pytest
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from areal_megatron.audit import audit
 from areal_megatron.data import dumps
 from areal_megatron.observe.metrics import read_metrics
-from areal_megatron.run import Run
+from areal_megatron.programs.audit import audit
+from areal_megatron.run.folder import Run
 from tests.e2e.test_run import small
 from tests.support.rewards import brief, short
 

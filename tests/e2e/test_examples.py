@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from areal_megatron.audit import audit
 from areal_megatron.observe.metrics import read_metrics
-from areal_megatron.run import Run
+from areal_megatron.programs.audit import audit
+from areal_megatron.run.folder import Run
 from tests.conftest import ROOT
 from tests.support.chat_world import make_tokenizer
 from tests.support.tiny_models import save_model

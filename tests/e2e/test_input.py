@@ -9,11 +9,12 @@ import sys
 
 import pytest
 
-from areal_megatron import config_file
-from areal_megatron.launch import local, start
-from areal_megatron.launch.lease import Lease
-from areal_megatron.launch.pools import Node
-from areal_megatron.run import Run
+from areal_megatron.config import config_file
+from areal_megatron.launch import local
+from areal_megatron.launch.supervision import start
+from areal_megatron.launch.supervision.lease import Lease
+from areal_megatron.planning.pools import Node
+from areal_megatron.run.folder import Run
 from tests.conftest import ROOT
 from tests.support.hostile import WITHOUT_NAMESPACES
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from areal_megatron.observe.metrics import read_metrics
-from areal_megatron.run import Run
+from areal_megatron.run.folder import Run
 from tests.conftest import ROOT
 from tests.support.controls import MARK
 from tools import demo
@@ -146,7 +146,7 @@ def test_preferences_of_the_demo_are_learned(tmp_path):
 
     def accuracy(model: Path) -> float:
         figures = out / f"accuracy-{model.parent.name}"
-        evaluation = ["areal_megatron.evaluate", model, world / "heldout.jsonl", "--max-new-tokens", "24"]
+        evaluation = ["areal_megatron.launch.evaluate", model, world / "heldout.jsonl", "--max-new-tokens", "24"]
         run("-m", *evaluation, "--out", figures)
         return json.loads((figures / "result.json").read_text())["avg@1"]["value"]
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from areal_megatron.observe.metrics import read_metrics
-from areal_megatron.run import Run
+from areal_megatron.run.folder import Run
 from tests.conftest import ROOT
 from tools import demo, demo_llm
 
@@ -49,8 +49,8 @@ def test_engine_trainer_and_transformers_agree(model, tmp_path):
 
 def test_conversion_keeps_every_bit(model, tmp_path):
     checkpoint, back = tmp_path / "checkpoint", tmp_path / "back"
-    python("-m", "areal_megatron.convert", "from-hf", model, checkpoint, "--dtype", "float32")
-    python("-m", "areal_megatron.convert", "to-hf", checkpoint, back, "--config", model, "--dtype", "float32")
+    python("-m", "areal_megatron.programs.convert", "from-hf", model, checkpoint, "--dtype", "float32")
+    python("-m", "areal_megatron.programs.convert", "to-hf", checkpoint, back, "--config", model, "--dtype", "float32")
     before, after = (
         {k: t for f in sorted(d.glob("*.safetensors")) for k, t in load_file(f).items()} for d in (model, back)
     )
@@ -91,7 +91,16 @@ def test_new_weights_arrive_in_flight(model, world, tmp_path, tp):
 def test_an_evaluation_sees_what_the_chat_model_cannot_do(model, world, tmp_path):
     out = tmp_path / "evaluation"
     python(
-        "-m", "areal_megatron.evaluate", model, world / "heldout.jsonl", "--n", 2, "--max-new-tokens", 16, "--out", out
+        "-m",
+        "areal_megatron.launch.evaluate",
+        model,
+        world / "heldout.jsonl",
+        "--n",
+        2,
+        "--max-new-tokens",
+        16,
+        "--out",
+        out,
     )
     result = json.loads((out / "result.json").read_text())
     assert 0 <= result["avg@2"]["value"] < 0.3

@@ -17,16 +17,16 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from areal_megatron.audit import audit, surviving
 from areal_megatron.checkpoint.folder import complete, newest
-from areal_megatron.config_file import load
+from areal_megatron.config.config_file import load
 from areal_megatron.controller.state import ControllerState, read
 from areal_megatron.data.dumps import dumped
 from areal_megatron.data.dumps import read as read_dump
 from areal_megatron.data.trajectory import Trajectory, checksum
-from areal_megatron.launch.records import read_record
+from areal_megatron.launch.supervision.records import read_record
 from areal_megatron.observe.metrics import read_metrics, read_status
-from areal_megatron.run import Run
+from areal_megatron.programs.audit import audit, surviving
+from areal_megatron.run.folder import Run
 from tests.e2e.test_faults import kill
 from tests.e2e.test_run import small
 

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from areal_megatron.data import dumps
 from areal_megatron.observe.metrics import read_metrics
-from areal_megatron.run import Run
+from areal_megatron.run.folder import Run
 from tests.conftest import ROOT
 from tests.e2e.test_run import small
 from tests.support.reward_service import score

@@ -13,12 +13,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from areal_megatron import trajectories
-from areal_megatron.config_file import load
+from areal_megatron.config.config_file import load
 from areal_megatron.engine.client import EngineClient
 from areal_megatron.models.architecture import read_config
 from areal_megatron.observe.metrics import read_metrics, read_status
-from areal_megatron.run import Run
+from areal_megatron.programs import trajectories
+from areal_megatron.run.folder import Run
 from tests.support.living import left_over
 from tests.support.reshard_oracle import expected_checksums, held_checksums
 from tools.bench import staleness as staleness_bench

@@ -5,9 +5,9 @@ import signal
 import pytest
 from safetensors.torch import load_file
 
-from areal_megatron.audit import audit
 from areal_megatron.observe.metrics import read_metrics
-from areal_megatron.run import Run
+from areal_megatron.programs.audit import audit
+from areal_megatron.run.folder import Run
 from tests.e2e.test_faults import updates
 from tests.e2e.test_run import check_compared, small
 from tests.support.living import left_over

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 import psutil
 import pytest
 
-from areal_megatron.audit import audit
 from areal_megatron.observe.metrics import read_metrics, read_status
-from areal_megatron.run import Run
+from areal_megatron.programs.audit import audit
+from areal_megatron.run.folder import Run
 from tests.conftest import ROOT
 from tests.e2e.test_elastic import ENGINES, engines
 from tests.e2e.test_run import small

@@ -3,7 +3,7 @@
 import pytest
 
 from areal_megatron.observe.metrics import read_metrics
-from areal_megatron.run import Run
+from areal_megatron.run.folder import Run
 from tests.unit.observe.test_trackers import need, read_back
 
 

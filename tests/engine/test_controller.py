@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from areal_megatron.checkpoint import folder as checkpoint_folder
-from areal_megatron.config_file import save
+from areal_megatron.config.config_file import save
 from areal_megatron.controller.state import read
 from areal_megatron.data.dumps import dumped
 from areal_megatron.data.dumps import read as read_dump

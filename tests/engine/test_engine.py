@@ -17,13 +17,13 @@ from openai import AsyncOpenAI
 from transformers import AutoModelForCausalLM
 
 from areal_megatron.config import RolloutConfig
-from areal_megatron.config_file import load
+from areal_megatron.config.config_file import load
 from areal_megatron.data.prompts import Prompt
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.engine.answers import decode
 from areal_megatron.engine.client import EngineError
 from areal_megatron.engine.kv_cache import CPU_BLOCK_TOKENS
-from areal_megatron.network import STRANGER_S
+from areal_megatron.run.network import STRANGER_S
 from areal_megatron.workflows import multi_turn, single_turn, tool_use
 from areal_megatron.workflows.episode import EpisodeSpec
 from areal_megatron.workflows.runner import EpisodeRunner

@@ -1,4 +1,4 @@
-"""areal_megatron.evaluate with a real engine: killed in the middle and started again, beside one that nobody kills."""
+"""`areal evaluate` with a real engine: killed in the middle and started again, beside one that nobody kills."""
 
 import json
 import os
@@ -22,7 +22,7 @@ class Started:
         command = [
             sys.executable,
             "-m",
-            "areal_megatron.evaluate",
+            "areal_megatron.launch.evaluate",
             str(world / "model"),
             str(data),
             "--n",

@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from areal_megatron.config_file import load, save
-from areal_megatron.convert import to_hf
+from areal_megatron.checkpoint.convert import to_hf
+from areal_megatron.config.config_file import load, save
 from areal_megatron.engine.kv_cache import block_tokens, cpu_bytes
 from areal_megatron.models.architecture import read_config
 from tests.conftest import ROOT
@@ -88,7 +88,15 @@ def test_the_cache_has_the_blocks_that_were_planned(run, half):
 
 
 def evaluate(model, data, out):
-    command = [sys.executable, "-m", "areal_megatron.evaluate", str(model), str(data), "--max-new-tokens", str(LIMIT)]
+    command = [
+        sys.executable,
+        "-m",
+        "areal_megatron.launch.evaluate",
+        str(model),
+        str(data),
+        "--max-new-tokens",
+        str(LIMIT),
+    ]
     command += ["--reward", "tests.support.rewards:coarse", "--temperature", "0", "--out", str(out)]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, env=environment)

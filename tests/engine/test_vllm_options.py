@@ -11,10 +11,9 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from areal_megatron import passed_through
-from areal_megatron.config import ConfigError, RolloutConfig
+from areal_megatron.config import ConfigError, RolloutConfig, passed_through
 from areal_megatron.engine import server, vllm_options
-from areal_megatron.run import Run
+from areal_megatron.run.folder import Run
 from tests.support.engines import ask, make_run, started_engine
 from tests.support.owned_rows import rows_of_owned
 

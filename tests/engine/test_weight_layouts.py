@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from areal_megatron.checkpoint import hf
+from areal_megatron.checkpoint.convert import from_hf, to_hf
 from areal_megatron.checkpoint.hf_folder import INDEX
 from areal_megatron.config import Config, DataConfig, MachineConfig, ModelConfig
-from areal_megatron.convert import from_hf, to_hf
 from areal_megatron.engine.server import server_command
 from areal_megatron.models.architecture import read_config
 from areal_megatron.reshard.trainer_layout import MegatronSizes

@@ -18,19 +18,19 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from areal_megatron.config_file import load
+from areal_megatron.config.config_file import load
 from areal_megatron.engine.client import EngineClient, EngineError
-from areal_megatron.launch.processes import end_sessions
-from areal_megatron.launch.shared_memory import SharedMemory
+from areal_megatron.launch.supervision.processes import end_sessions
+from areal_megatron.launch.supervision.shared_memory import SharedMemory
 from areal_megatron.models.architecture import read_config
-from areal_megatron.network import Site
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.reshard.engine_layout import EngineSizes
 from areal_megatron.reshard.plan import Planner
 from areal_megatron.reshard.publish import Publisher
 from areal_megatron.reshard.session import init_body
 from areal_megatron.reshard.trainer_layout import MegatronSizes
-from areal_megatron.run import Run
+from areal_megatron.run.folder import Run
+from areal_megatron.run.network import Site
 from tests.support.link_store import open_store
 from tests.support.reshard_oracle import expected_checksums, held_checksums, megatron_shard, write_model
 from tests.support.soaking import with_soaked

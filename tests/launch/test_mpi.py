@@ -11,12 +11,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from areal_megatron.audit import audit
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.launch.mpi import slots
-from areal_megatron.launch.orders import NodeHello
+from areal_megatron.launch.supervision.orders import NodeHello
 from areal_megatron.observe.metrics import read_metrics
-from areal_megatron.run import Run
+from areal_megatron.programs.audit import audit
+from areal_megatron.run.folder import Run
 from tests.e2e.test_run import small
 from tests.support import debian
 from tests.support.living import command_of, left_over
@@ -114,10 +114,10 @@ def test_too_few_slots_and_wrong_input_are_one_line(mpi_run, world):
 WAITS_FOR_ITS_LOG = """
 import os, sys, time
 from mpi4py import MPI
-from areal_megatron.launch.hosts import Nodes
+from areal_megatron.launch.supervision.hosts import Nodes
 from areal_megatron.launch.mpi import Messages, MpiChannel, follow
-from areal_megatron.launch.node import hello
-from areal_megatron.launch.orders import StartOrder
+from areal_megatron.launch.supervision.node import hello
+from areal_megatron.launch.supervision.orders import StartOrder
 world, log = Messages(MPI.COMM_WORLD), sys.argv[1]
 if world.rank:
     follow(world, hello("1"))
@@ -197,12 +197,12 @@ A_GPU_EACH = """
 import os, sys, time
 from mpi4py import MPI
 from areal_megatron.config import Config, DataConfig, ModelConfig
-from areal_megatron.run import Run
-from areal_megatron.launch.hosts import Nodes
+from areal_megatron.run.folder import Run
+from areal_megatron.launch.supervision.hosts import Nodes
 from areal_megatron.launch.mpi import Messages, MpiChannel, _slot, follow, slots
-from areal_megatron.launch.node import hello
-from areal_megatron.launch.orders import start_order
-from areal_megatron.launch.pools import allocate
+from areal_megatron.launch.supervision.node import hello
+from areal_megatron.launch.supervision.orders import start_order
+from areal_megatron.planning.pools import allocate
 world, folder = Messages(MPI.COMM_WORLD), sys.argv[1]
 os.environ["CUDA_VISIBLE_DEVICES"] = str(5 + world.rank)
 own = hello(str(world.rank))

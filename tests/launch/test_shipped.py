@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from areal_megatron import config_file
-from areal_megatron.launch.records import read_record
+from areal_megatron.config import config_file
+from areal_megatron.launch.supervision.records import read_record
 from areal_megatron.observe.metrics import read_metrics
-from areal_megatron.run import Run
+from areal_megatron.run.folder import Run
 from tests.support.cluster import ENDED, Cluster
 from tests.support.hub_server import HubServer
 from tests.support.soaking import with_soaked
@@ -33,7 +33,7 @@ ALIKE = (
     "train_glm4.5_air.sh",
     "train_moonlight.sh",
 )
-"""Scripts whose configs differ from another's in sizes, which tests/unit/launch/test_published.py plans."""
+"""Scripts whose configs differ from another's in sizes, which tests/unit/planning/test_published.py plans."""
 SIZES = {
     "machine.device": "cpu",
     "machine.slots": 1,

@@ -11,16 +11,16 @@ from pathlib import Path
 import psutil
 import pytest
 
-from areal_megatron.audit import audit
 from areal_megatron.checkpoint.folder import complete
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.launch import slurm, status
 from areal_megatron.launch import submit as submitting
-from areal_megatron.launch.orders import NodeHello
-from areal_megatron.launch.records import read_record
-from areal_megatron.network import check_network
+from areal_megatron.launch.supervision.orders import NodeHello
+from areal_megatron.launch.supervision.records import read_record
 from areal_megatron.observe.metrics import read_metrics, read_status
-from areal_megatron.run import Run
+from areal_megatron.programs.audit import audit
+from areal_megatron.run.folder import Run
+from areal_megatron.run.network import check_network
 from tests.e2e.test_run import small
 from tests.support.cluster import ENDED, Cluster
 from tests.support.living import command_of, name_of

@@ -13,12 +13,11 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from areal_megatron import config_file
 from areal_megatron.command import COMMANDS
-from areal_megatron.config import Config, DataConfig, ModelConfig
-from areal_megatron.launch.pools import Placement
-from areal_megatron.launch.records import Recorder
-from areal_megatron.run import Run
+from areal_megatron.config import Config, DataConfig, ModelConfig, config_file
+from areal_megatron.launch.supervision.records import Recorder
+from areal_megatron.planning.pools import Placement
+from areal_megatron.run.folder import Run
 
 ROOT = Path(__file__).parents[2]
 
@@ -194,7 +193,7 @@ def test_a_run_is_looked_at(installed, run, tmp_path):
 
 def test_checkpoints_are_converted(installed_with_all, world, tmp_path):
     def convert(*words):
-        return installed_with_all("-m", "areal_megatron.convert", *words)
+        return installed_with_all("-m", "areal_megatron.programs.convert", *words)
 
     convert("from-hf", world / "model", tmp_path / "checkpoint")
     convert("to-hf", tmp_path / "checkpoint", tmp_path / "hf", "--verify")

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from areal_megatron.run import Run
+from areal_megatron.run.folder import Run
 from tests.support.soaking import with_soaked
 from tests.support.tiny_models import save_model
 

@@ -8,8 +8,8 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from areal_megatron.convert import from_hf, to_hf
-from areal_megatron.run import Run
+from areal_megatron.checkpoint.convert import from_hf, to_hf
+from areal_megatron.run.folder import Run
 from tests.support.soaking import with_soaked
 from tests.support.tiny_models import save_model
 

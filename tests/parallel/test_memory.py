@@ -7,10 +7,10 @@ from functools import cache
 import pytest
 
 from areal_megatron.config import Config, CriticConfig, DataConfig, ModelConfig, PPOConfig, TrainerConfig
-from areal_megatron.launch.memory import activations
-from areal_megatron.launch.memory.trainer import stage_memory
 from areal_megatron.models.architecture import architecture, read_config
 from areal_megatron.models.dtypes import ITEMSIZE
+from areal_megatron.planning.memory import activations
+from areal_megatron.planning.memory.trainer import stage_memory
 from tests.support.tiny_models import save_model
 
 FAMILIES = ("qwen2", "qwen3", "qwen3_moe")

@@ -1,6 +1,6 @@
 """What a process without the run's keys can do to trainer ranks that it has joined."""
 
-from areal_megatron.run import Run
+from areal_megatron.run.folder import Run
 
 
 def test_objects_of_a_stranger_are_not_unpickled(tmp_path, on_ranks):

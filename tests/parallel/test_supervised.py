@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 
-from areal_megatron.run import Run
+from areal_megatron.run.folder import Run
 from tests.support.tiny_models import save_model
 
 LAYOUTS = {

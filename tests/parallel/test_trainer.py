@@ -8,7 +8,7 @@ import torch
 
 from areal_megatron.config import CorrectionConfig, CriticConfig, OptimizerConfig, PenaltyConfig
 from areal_megatron.ppo.algorithm import ALGORITHMS
-from areal_megatron.run import Run
+from areal_megatron.run.folder import Run
 from areal_megatron.trainer.optimizer import schedule
 from tests.support.soaking import with_soaked
 from tests.support.tiny_models import MODELS, save_model

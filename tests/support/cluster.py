@@ -23,7 +23,7 @@ from typing import TypeVar
 
 import psutil
 
-from areal_megatron.launch.processes import Children
+from areal_megatron.launch.supervision.processes import Children
 from tests.support import debian
 from tests.support.living import is_alive
 

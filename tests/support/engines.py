@@ -13,9 +13,9 @@ from pathlib import Path
 import psutil
 
 from areal_megatron.config import Config, DataConfig, MachineConfig, ModelConfig, RolloutConfig
-from areal_megatron.config_file import save
+from areal_megatron.config.config_file import save
 from areal_megatron.engine.client import EngineClient, EngineError
-from areal_megatron.run import Run
+from areal_megatron.run.folder import Run
 
 START_TIMEOUT_S = 240
 

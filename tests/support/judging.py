@@ -2,7 +2,7 @@
 
 import pytest
 
-from areal_megatron import lateness
+from areal_megatron.process import lateness
 
 
 @pytest.fixture

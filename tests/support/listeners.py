@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 import psutil
 import uvloop
 
-from areal_megatron import network
+from areal_megatron.run import network
 
 SECRET = "the-secret-of-this-test"
 DESCRIPTORS = 800
@@ -112,7 +112,7 @@ async def agents(folder, told):
 
 async def page(folder, told):
     from areal_megatron.launch.page.server import Page
-    from areal_megatron.run import Run
+    from areal_megatron.run.folder import Run
 
     page = Page(Run(folder / "run"), SECRET)
     await page.server.start(socket.create_server(("127.0.0.1", 0), backlog=network.backlog()))

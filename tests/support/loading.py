@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from areal_megatron.launch.processes import end_sessions
-from areal_megatron.launch.shared_memory import SharedMemory
+from areal_megatron.launch.supervision.processes import end_sessions
+from areal_megatron.launch.supervision.shared_memory import SharedMemory
 
 LONGEST_S = 1500
 """A minute's work, on a machine that may be twenty times too busy."""

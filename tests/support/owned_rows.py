@@ -1,6 +1,6 @@
 """The rows of docs/options.md for options that are not passed through, as the code has them."""
 
-from areal_megatron.passed_through import Owned
+from areal_megatron.config.passed_through import Owned
 
 
 def rows_of_owned(groups: tuple[Owned, ...]) -> str:

@@ -19,7 +19,7 @@ import numpy as np
 
 from areal_megatron.controller.service import Service
 from areal_megatron.protocol import Ok, Reply, Request
-from areal_megatron.run import SecretKeys
+from areal_megatron.run.folder import SecretKeys
 from tools.bench.controller import SLEEP_S, Lateness
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from areal_megatron.launch.shared_memory import mapped
+from areal_megatron.launch.supervision.shared_memory import mapped
 
 CACHES = Path.home() / ".cache"
 _LISTEN = "0A"

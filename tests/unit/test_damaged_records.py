@@ -14,27 +14,28 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from areal_megatron import audit, config_file, trajectories
-from areal_megatron.config import ConfigError
+from areal_megatron.config import ConfigError, config_file
 from areal_megatron.controller import state
 from areal_megatron.data.dumps import Dump, write
 from areal_megatron.data.tokenizer import Tokenizer
-from areal_megatron.files import read_replaced
-from areal_megatron.launch import engines, lease, records, start, status
+from areal_megatron.launch import engines, status
 from areal_megatron.launch.page import report
 from areal_megatron.launch.page.browser import Browser
 from areal_megatron.launch.page.watched import Watched
-from areal_megatron.launch.pools import Node, Placement, Process, Slot
-from areal_megatron.launch.processes import Log
-from areal_megatron.launch.records import Recorder
+from areal_megatron.launch.supervision import lease, records, start
+from areal_megatron.launch.supervision.processes import Log
+from areal_megatron.launch.supervision.records import Recorder
 from areal_megatron.observe.metrics import MetricsWriter, read_status, write_status
 from areal_megatron.observe.spans import merge
 from areal_megatron.observe.timeline import Timeline
-from areal_megatron.run import Run
+from areal_megatron.planning.pools import Node, Placement, Process, Slot
+from areal_megatron.process.files import read_replaced
+from areal_megatron.programs import audit, trajectories
+from areal_megatron.run.folder import Run
 from tests.unit.launch.test_page import update
-from tests.unit.test_audit import Past
-from tests.unit.test_report import evaluation
-from tests.unit.test_trajectories import answer, model  # noqa: F401 - a fixture
+from tests.unit.launch.test_report import evaluation
+from tests.unit.programs.test_audit import Past
+from tests.unit.programs.test_trajectories import answer, model  # noqa: F401 - a fixture
 
 SEAL, STATE = "checkpoints/version-000003/complete.json", "checkpoints/version-000003/controller.msgpack"
 READERS = {

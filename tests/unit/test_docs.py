@@ -8,7 +8,7 @@ import pytest
 
 from areal_megatron.command import COMMANDS, parser_of
 from areal_megatron.config import Config, EnvironmentConfig, config_fields
-from areal_megatron.other_names import OTHER_NAMES, find
+from areal_megatron.config.other_names import OTHER_NAMES, find
 from tools import reference
 
 ROOT = Path(__file__).parents[2]
@@ -113,7 +113,7 @@ def test_the_messages_of_troubleshooting_are_in_the_code():
 
 
 def test_names_of_others_lead_to_the_keys_that_a_refusal_names():
-    """The table of docs/coming_from.md, as far as areal_megatron/other_names.py has them."""
+    """The table of docs/coming_from.md, as far as areal_megatron/config/other_names.py has them."""
     checked = 0
     for row in re.findall(r"^\| (`.*) \|$", (ROOT / "docs" / "coming_from.md").read_text(), re.MULTILINE):
         ours, *theirs = row.split("|")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_megatron.run import Run
+from areal_megatron.run.folder import Run
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted(path for room in ("areal_megatron", "launch", "tools") for path in (ROOT / room).rglob("*.py"))
@@ -130,7 +130,7 @@ def test_a_config_is_utf_8_in_any_locale(locale, folder, command):
     modules = {
         "train": "areal_megatron.launch.local",
         "status": "areal_megatron.launch.status",
-        "audit": "areal_megatron.audit",
+        "audit": "areal_megatron.programs.audit",
     }
     place = ["ß.yaml", "--dry-run"] if command == "train" else ["run"]
     for called in (["areal_megatron.command", command], [modules[command]]):

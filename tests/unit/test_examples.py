@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from areal_megatron.launch import plan
+from areal_megatron.planning import plan
 from examples.python_tool import make_data as python_tool
 from examples.wordle import make_data as words
 from examples.wordle import wordle

@@ -12,10 +12,10 @@ import time
 
 import pytest
 
-from areal_megatron import command, config_file, evaluate
-from areal_megatron.config import ConfigError
-from areal_megatron.launch import local
-from areal_megatron.other_names import NONE_HERE, OTHER_NAMES
+from areal_megatron import command
+from areal_megatron.config import ConfigError, config_file
+from areal_megatron.config.other_names import NONE_HERE, OTHER_NAMES
+from areal_megatron.launch import evaluate, local
 from tests.conftest import ROOT
 
 TINY = str(ROOT / "configs/tiny_cpu.yaml")
@@ -148,7 +148,7 @@ KEYS = {
     "lora.rank=8": "unknown key 'lora.rank': there is no LoRA",
     "model.lora_rank=8": "there is no LoRA or other adapter: all parameters are trained",
     "trainer.lora=8": "there is no LoRA",
-    "xyzzy=1": "unknown key 'xyzzy', see areal_megatron/config.py",
+    "xyzzy=1": "unknown key 'xyzzy', see areal_megatron/config/fields.py",
     "model.path=nowhere": "model.path: there is no folder nowhere",
     "model.path=models/X": "models/X",
     "model.path=no_tokenizer": "tokenizer",

@@ -506,7 +506,7 @@ sys.set_int_max_str_digits(0)
 from pathlib import Path
 from areal_megatron.config import ConfigError
 from areal_megatron.models.architecture import read_config
-from areal_megatron.launch.memory import plan_memory
+from areal_megatron.planning.memory import plan_memory
 from tests.unit.test_model_check import EXPERTS, GOOD, HOSTILE, LINEAR, config
 from areal_megatron.model_check import CPU_HEADS, check_model
 from areal_megatron.models.architecture import architecture, as_reward_model

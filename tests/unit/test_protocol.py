@@ -24,7 +24,7 @@ from areal_megatron.protocol import (
     Refused,
     Welcome,
 )
-from areal_megatron.run import SecretKeys
+from areal_megatron.run.folder import SecretKeys
 
 KEYS, OTHERS = (SecretKeys(secrets.token_bytes(32), secrets.token_bytes(32)) for _ in range(2))
 

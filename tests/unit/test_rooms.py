@@ -41,9 +41,11 @@ ROOMS = table()
 
 
 def room_of(module):
-    """`launch`, the folder below areal_megatron, or the file at its top."""
+    """The folder below areal_megatron, or the file at its top; launch/ and each of its folders."""
     path = MODULES[module].relative_to(ROOT)
-    return path.parts[0] + "/" if path.parts[0] == "launch" else f"{path.parts[1]}{'/' * (len(path.parts) > 2)}"
+    if path.parts[0] == "launch":
+        return "/".join(path.parts[:-1]) + "/"
+    return f"{path.parts[1]}{'/' * (len(path.parts) > 2)}"
 
 
 def imported(nodes):

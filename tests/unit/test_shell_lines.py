@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from areal_megatron import passed_through
 from areal_megatron.command import COMMANDS, parser_of
-from areal_megatron.config import Config, EnvironmentConfig, config_fields
+from areal_megatron.config import Config, EnvironmentConfig, config_fields, passed_through
 from tests.unit.test_docs import DOCS, ROOT
 
 FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)

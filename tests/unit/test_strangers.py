@@ -13,8 +13,8 @@ import time
 
 import pytest
 
-from areal_megatron.credentials import Credentials, new_credentials
-from areal_megatron.errors import Rarely
+from areal_megatron.process.errors import Rarely
+from areal_megatron.run.credentials import Credentials, new_credentials
 from tests.support.listeners import DESCRIPTORS, STRANGER_S, listening
 
 RANDOM, CRAFTED, SILENT = 5000, 500, 1000

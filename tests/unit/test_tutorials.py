@@ -12,7 +12,7 @@ import pytest
 from areal_megatron.checkpoint.hf_folder import hf_tensors, safetensors_header
 from areal_megatron.models.architecture import architecture, read_config
 from areal_megatron.observe.metrics import read_metrics
-from areal_megatron.run import Run
+from areal_megatron.run.folder import Run
 from tests.conftest import ROOT
 from tests.support.areal import Shell
 from tests.unit.test_shell_lines import FENCE

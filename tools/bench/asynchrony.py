@@ -29,11 +29,11 @@ from statistics import NormalDist, mean
 
 import psutil
 
-from areal_megatron import config_file
-from areal_megatron.files import new_folder, write_json
+from areal_megatron.config import config_file
 from areal_megatron.observe.metrics import MetricsReader, read_metrics
 from areal_megatron.observe.spans import overlap, read_spans, union
-from areal_megatron.run import Run
+from areal_megatron.process.files import new_folder, write_json
+from areal_megatron.run.folder import Run
 from tools.bench.figures import Figure, cell, spread, spreads
 
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -26,9 +26,9 @@ import torch
 
 from areal_megatron.config import Config, DataConfig, MachineConfig, ModelConfig, TrainerConfig
 from areal_megatron.data.prompts import Example
-from areal_megatron.files import new_folder, write_json
-from areal_megatron.launch.orders import ON_CPU
-from areal_megatron.run import Run
+from areal_megatron.launch.supervision.orders import ON_CPU
+from areal_megatron.process.files import new_folder, write_json
+from areal_megatron.run.folder import Run
 from areal_megatron.trainer import checkpoint
 from areal_megatron.trainer.trainer import Trainer
 from tools.bench.checkpoint_peers import save_as_megatron_does

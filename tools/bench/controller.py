@@ -36,11 +36,11 @@ from areal_megatron.config import (
     RewardConfig,
     RolloutConfig,
 )
-from areal_megatron.config_file import load, save
-from areal_megatron.files import new_folder, write_json
+from areal_megatron.config.config_file import load, save
 from areal_megatron.observe.metrics import read_status
+from areal_megatron.process.files import new_folder, write_json
 from areal_megatron.protocol import ControllerClient, Delivered, Hello, NextBatch, NotYet, Publish, Trained
-from areal_megatron.run import Run
+from areal_megatron.run.folder import Run
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 GROUP = 16

@@ -3,7 +3,7 @@
     python tools/bench/convert.py [--parameters 2e9] [--repetitions 3] [--json FILE] [--out NEWFOLDER]
 
 Generates a Qwen3 of that many parameters in bfloat16 as four ranks of TP2 × PP2 would have saved it, then, once a
-repetition: `cp` of the checkpoint, a pass that reads it, and areal_megatron.convert to-hf, with starting Python
+repetition: `cp` of the checkpoint, a pass that reads it, and `areal convert to-hf`, with starting Python
 and imports. All find the checkpoint in the page cache if it fits there. `cp` leaves writing to the disk to the kernel,
 as to-hf does with --no-sync; `cp` followed by `sync` waits for the disk, as to-hf does.
 """
@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from areal_megatron.files import new_folder, write_json
+from areal_megatron.process.files import new_folder, write_json
 from tools.bench.figures import line, spreads
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ def read(folder: Path) -> None:
 
 def run(*arguments: object) -> tuple[float, int]:
     """Calls the converter; returns its seconds and the peak of its memory in bytes."""
-    command = [sys.executable, "-m", "areal_megatron.convert", *map(str, arguments)]
+    command = [sys.executable, "-m", "areal_megatron.programs.convert", *map(str, arguments)]
     start = time.monotonic()
     process = subprocess.Popen(command, env=dict(os.environ, PYTHONPATH=str(ROOT)), stdout=subprocess.DEVNULL)
     _, status, usage = os.wait4(process.pid, 0)

@@ -33,15 +33,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from areal_megatron import config_file
-from areal_megatron.config import Config
+from areal_megatron.config import Config, config_file
 from areal_megatron.controller.schedule import Group, Schedule
-from areal_megatron.files import write_json
-from areal_megatron.launch.forecast.accelerators import accelerator
-from areal_megatron.launch.forecast.checkpoint_interval import checkpoint_interval, updates_between
-from areal_megatron.launch.forecast.lengths import LognormalLengths
-from areal_megatron.launch.forecast.simulator import Circumstances, SimulatedRun, Simulator, Times
-from areal_megatron.launch.forecast.times import times_of
+from areal_megatron.planning.forecast.accelerators import accelerator
+from areal_megatron.planning.forecast.checkpoint_interval import checkpoint_interval, updates_between
+from areal_megatron.planning.forecast.lengths import LognormalLengths
+from areal_megatron.planning.forecast.simulator import Circumstances, SimulatedRun, Simulator, Times
+from areal_megatron.planning.forecast.times import times_of
+from areal_megatron.process.files import write_json
 
 MEAN, SIGMA = 371_700 * 14.8 * 3600 / (250 * 8192), 0.9
 LONGEST = 27648

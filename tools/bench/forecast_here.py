@@ -2,7 +2,7 @@
 
     python -m tools.bench.forecast_here [--runs PATTERN …] [--repetitions 1] [--json FILE] [--out FOLDER]
 
-Calibrated are the efficiencies (launch/forecast/calibration.py) on four runs that differ in what is to be told apart:
+Calibrated are the efficiencies (planning/forecast/calibration.py) on four runs that differ in what is to be told apart:
 `crowded` and `alone` have answers of 8 to 72 tokens, as many of each length, one at η = 3, the other at η = 0, where
 engine and trainer take turns; `spread` has answers of 4 to 229 tokens at η = 3, few of them long, and smaller
 micro-batches; `brief` has answers of 4 to 16 tokens at η = 0. They have room for 128, 48, 16 and 64 at once, by which a
@@ -33,16 +33,15 @@ from statistics import median
 
 import numpy as np
 
-from areal_megatron import config_file
-from areal_megatron.config import Config
-from areal_megatron.files import new_folder, write_json
-from areal_megatron.launch.calibrate import contents
-from areal_megatron.launch.forecast.accelerators import CORE, Accelerator
-from areal_megatron.launch.forecast.calibration import FinishedRun, calibrated
-from areal_megatron.launch.forecast.lengths import AnswerLengths
-from areal_megatron.launch.forecast.simulator import Circumstances, Simulator
-from areal_megatron.launch.forecast.times import times_of
-from areal_megatron.run import Run
+from areal_megatron.config import Config, config_file
+from areal_megatron.planning.calibrate import contents
+from areal_megatron.planning.forecast.accelerators import CORE, Accelerator
+from areal_megatron.planning.forecast.calibration import FinishedRun, calibrated
+from areal_megatron.planning.forecast.lengths import AnswerLengths
+from areal_megatron.planning.forecast.simulator import Circumstances, Simulator
+from areal_megatron.planning.forecast.times import times_of
+from areal_megatron.process.files import new_folder, write_json
+from areal_megatron.run.folder import Run
 from tools.bench.asynchrony import (
     COOL_DOWN,
     VARIANTS,

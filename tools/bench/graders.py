@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from areal_megatron.files import write_json
+from areal_megatron.process.files import write_json
 from areal_megatron.reward import choice, code, expression, math
 from areal_megatron.reward.no_score import AnswerRefused
 from tools.bench.figures import Figure, spread

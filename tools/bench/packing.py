@@ -38,11 +38,11 @@ import numpy as np
 
 from areal_megatron.config import ConfigError
 from areal_megatron.data.trajectory import BatchPart, Trajectory
-from areal_megatron.files import write_json
 from areal_megatron.models.architecture import read_config
 from areal_megatron.models.flops import SequenceFlops
 from areal_megatron.packing.bins import lower_bound
 from areal_megatron.packing.partition import aligned, partition, split
+from areal_megatron.process.files import write_json
 from tools.bench import packing_paper
 from tools.bench.figures import cell, spread
 from tools.bench.packing_rows import measure_rows, row_table

@@ -23,7 +23,6 @@ from pathlib import Path
 
 import numpy as np
 
-from areal_megatron import config_file
 from areal_megatron.config import (
     Config,
     ConfigError,
@@ -33,22 +32,23 @@ from areal_megatron.config import (
     ReshardConfig,
     RolloutConfig,
     TrainerConfig,
+    config_file,
 )
 from areal_megatron.data.prompts import Prompt, read_prompts
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.data.trajectory import Trajectory, store
 from areal_megatron.engine.client import EngineError
-from areal_megatron.evaluate import serving, watch
-from areal_megatron.files import new_folder, write_json
 from areal_megatron.launch.engines import slots
-from areal_megatron.launch.hosts import Here
+from areal_megatron.launch.evaluate import serving, watch
 from areal_megatron.launch.local import device_of
-from areal_megatron.launch.orders import start_order
-from areal_megatron.launch.pools import Process, Slot
-from areal_megatron.launch.processes import Child
+from areal_megatron.launch.supervision.hosts import Here
+from areal_megatron.launch.supervision.orders import start_order
+from areal_megatron.launch.supervision.processes import Child
 from areal_megatron.model_check import check_model
 from areal_megatron.packing.partition import split
-from areal_megatron.run import Run, RunError, engine_name
+from areal_megatron.planning.pools import Process, Slot
+from areal_megatron.process.files import new_folder, write_json
+from areal_megatron.run.folder import Run, RunError, engine_name
 from areal_megatron.workflows import single_turn
 from areal_megatron.workflows.sampling import Sampling, sampling_seed
 

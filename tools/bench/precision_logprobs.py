@@ -10,10 +10,9 @@ import sys
 import numpy as np
 import torch
 
-from areal_megatron import config_file
-from areal_megatron.config import Config
+from areal_megatron.config import Config, config_file
 from areal_megatron.data.trajectory import BatchPart, decoder
-from areal_megatron.run import Run
+from areal_megatron.run.folder import Run
 from tools.bench.precision import BATCH
 
 

@@ -28,12 +28,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from areal_megatron.config import Config
-from areal_megatron.files import new_folder, write_json
 from areal_megatron.models.architecture import read_config
+from areal_megatron.process.files import new_folder, write_json
 from areal_megatron.reshard import engine_layout
 from areal_megatron.reshard.engine_layout import EngineSizes
 from areal_megatron.reshard.session import init_body
-from areal_megatron.run import Run
+from areal_megatron.run.folder import Run
 from tools.bench.figures import line, spreads
 from tools.bench.reshard_pools import SIZES, SMALL, Engine, Generation, Trainers, pools, prepare
 

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from areal_megatron.checkpoint import hf
 from areal_megatron.config import Config
-from areal_megatron.config_file import load
+from areal_megatron.config.config_file import load
 from areal_megatron.models.architecture import read_config
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.reshard import trainer_layout
@@ -43,7 +43,7 @@ from areal_megatron.reshard.publish import Publisher, Received
 from areal_megatron.reshard.session import LinkInfo
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 from areal_megatron.reshard.transport import Link, Message
-from areal_megatron.run import Run, from_command_line
+from areal_megatron.run.folder import Run, from_command_line
 
 BUCKET_BYTES = 2**30
 """The size of a bucket of gather and broadcast, as in slime and verl."""

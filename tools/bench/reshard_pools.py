@@ -27,12 +27,12 @@ from areal_megatron.config import (
     RolloutConfig,
     TrainerConfig,
 )
-from areal_megatron.config_file import save
+from areal_megatron.config.config_file import save
 from areal_megatron.engine.client import EngineClient, EngineError
 from areal_megatron.engine.server import reserve_port, server_command, server_environment
-from areal_megatron.launch.orders import ON_CPU
-from areal_megatron.launch.processes import Children
-from areal_megatron.run import Run
+from areal_megatron.launch.supervision.orders import ON_CPU
+from areal_megatron.launch.supervision.processes import Children
+from areal_megatron.run.folder import Run
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SIZES = {

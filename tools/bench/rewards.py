@@ -22,7 +22,7 @@ import numpy as np
 from tokenizers import ByteLevelBPETokenizer
 
 from areal_megatron.config import RewardConfig
-from areal_megatron.files import write_json
+from areal_megatron.process.files import write_json
 from areal_megatron.reward.worker import Answer
 from areal_megatron.reward.workers import RewardWorkers
 from tools.bench.figures import line, spreads

@@ -19,7 +19,7 @@ import tempfile
 from io import BytesIO
 from pathlib import Path
 
-from areal_megatron.files import write_json
+from areal_megatron.process.files import write_json
 from tools.bench.figures import cell, spreads
 
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -24,16 +24,15 @@ import matplotlib
 matplotlib.use("svg")
 from matplotlib import pyplot as plt
 
-from areal_megatron import config_file
-from areal_megatron.config import CheckpointConfig, ConfigError
-from areal_megatron.files import write_atomically, write_json
-from areal_megatron.launch.forecast.accelerators import accelerator
-from areal_megatron.launch.forecast.layouts import Cluster
-from areal_megatron.launch.forecast.lengths import LognormalLengths
-from areal_megatron.launch.forecast.search import Search, SearchBounds
-from areal_megatron.launch.memory.trainer import checkpoint_bytes
-from areal_megatron.launch.sizes import Sizes
+from areal_megatron.config import CheckpointConfig, ConfigError, config_file
 from areal_megatron.model_check import trained_config
+from areal_megatron.planning.forecast.accelerators import accelerator
+from areal_megatron.planning.forecast.layouts import Cluster
+from areal_megatron.planning.forecast.lengths import LognormalLengths
+from areal_megatron.planning.forecast.search import Search, SearchBounds
+from areal_megatron.planning.memory.trainer import checkpoint_bytes
+from areal_megatron.planning.sizes import Sizes
+from areal_megatron.process.files import write_atomically, write_json
 from tools.bench.forecast import LONGEST, MEDIAN, SIGMA
 
 GPUS = (8, 32, 128, 512, 1024, 4096)

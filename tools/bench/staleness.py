@@ -29,11 +29,10 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from areal_megatron import config_file
-from areal_megatron.config import ConfigError
-from areal_megatron.files import write_atomically, write_json
+from areal_megatron.config import ConfigError, config_file
 from areal_megatron.observe.metrics import read_metrics
-from areal_megatron.run import Run
+from areal_megatron.process.files import write_atomically, write_json
+from areal_megatron.run.folder import Run
 from tools.bench import staleness_table
 from tools.bench.staleness_table import ARMS, SEEDS, Arm, Results
 

@@ -49,11 +49,11 @@ from areal_megatron.config import (
     TrainerConfig,
 )
 from areal_megatron.data.trajectory import BatchPart, Trajectory
-from areal_megatron.files import write_json
-from areal_megatron.launch.memory.trainer import trainer_memory
 from areal_megatron.models.flops import SequenceFlops
 from areal_megatron.packing.partition import split
-from areal_megatron.run import Run
+from areal_megatron.planning.memory.trainer import trainer_memory
+from areal_megatron.process.files import write_json
+from areal_megatron.run.folder import Run
 from areal_megatron.trainer.trainer import Trainer
 from tools.bench.figures import cell, spread
 from tools.bench.logprobs import peak

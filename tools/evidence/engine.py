@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from areal_megatron.engine.client import Completion
-from areal_megatron.launch.processes import Children
+from areal_megatron.launch.supervision.processes import Children
 from areal_megatron.models.architecture import read_config
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.reshard.engine_layout import EngineSizes

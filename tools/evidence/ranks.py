@@ -26,7 +26,7 @@ from areal_megatron.config import (
 )
 from areal_megatron.config import TrainerConfig as Layout
 from areal_megatron.packing.partition import split
-from areal_megatron.run import Run
+from areal_megatron.run.folder import Run
 from areal_megatron.trainer.trainer import Trainer
 from tests.support.comparison import pieces
 from tests.support.plain_results import plain_results, sft_examples, training_data

@@ -24,11 +24,11 @@ from areal_megatron.checkpoint.hf_folder import HfTensor, hf_tensors, write_weig
 from areal_megatron.config import Config, ConfigError, DataConfig, MachineConfig, ModelConfig, PPOConfig, RolloutConfig
 from areal_megatron.config import TrainerConfig as Layout
 from areal_megatron.data.trajectory import BatchPart, Trajectory
-from areal_megatron.launch.memory import plan_memory
-from areal_megatron.launch.memory.trainer import trainer_memory
 from areal_megatron.models.architecture import architecture
 from areal_megatron.models.flops import SequenceFlops
-from areal_megatron.run import Run
+from areal_megatron.planning.memory import plan_memory
+from areal_megatron.planning.memory.trainer import trainer_memory
+from areal_megatron.run.folder import Run
 from areal_megatron.trainer import hardware
 from areal_megatron.trainer.parallel import leave
 from areal_megatron.trainer.trainer import Trainer

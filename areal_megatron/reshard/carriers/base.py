@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from areal_megatron.errors import first_line
+from areal_megatron.process.errors import first_line
 from areal_megatron.reshard.carriers.streams import Dialer, Listener
 from areal_megatron.reshard.plan import Plan
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from areal_megatron.errors import first_line
+from areal_megatron.process.errors import first_line
 from areal_megatron.reshard.carriers.base import Carrier, Deadline, LinkEnd, LinkError, Members, Work
 
 SETTINGS = {

@@ -34,8 +34,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from areal_megatron.errors import Rarely, first_line, printable
-from areal_megatron.network import STRANGER_S, join_address, keep_alive, split_address
+from areal_megatron.process.errors import Rarely, first_line, printable
+from areal_megatron.run.network import STRANGER_S, join_address, keep_alive, split_address
 
 log = logging.getLogger("vllm.areal_megatron.streams")
 log.addFilter(Rarely(logging.WARNING))

@@ -22,18 +22,18 @@ from megatron.core import dist_checkpointing
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from torch.distributed.checkpoint import FileSystemReader
 
-from areal_megatron import checkpoints as checkpoints_module
 from areal_megatron.checkpoint import folder as checkpoint_folder
-from areal_megatron.checkpoints import Checkpoints, Export
 from areal_megatron.config import CheckpointConfig, Config, CriticConfig, OptimizerConfig, PenaltyConfig, PPOConfig
 from areal_megatron.data.trajectory import BatchPart
 from areal_megatron.packing.partition import split
-from areal_megatron.run import Replaced, Run, RunError
+from areal_megatron.rank import checkpoints as checkpoints_module
+from areal_megatron.rank.checkpoints import Checkpoints, Export
+from areal_megatron.rank.weights import save_hf
+from areal_megatron.run.folder import Replaced, Run, RunError
 from areal_megatron.train import train
 from areal_megatron.trainer import checkpoint, checkpoint_tensors
 from areal_megatron.trainer.cpu import cpu_passes_for_cuda
 from areal_megatron.trainer.trainer import Trainer
-from areal_megatron.weights import save_hf
 from tests.support.ranks.float16_checks import copied, part_of, scales, set_scale
 from tests.support.ranks.trainer_checks import make_config, make_trajectories, open_trainer
 from tests.support.transformer_engine import transformer_engine

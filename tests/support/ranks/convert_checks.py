@@ -1,4 +1,4 @@
-"""Trainer ranks that save and load distributed checkpoints for the tests of areal_megatron.convert."""
+"""Trainer ranks that save and load distributed checkpoints for the tests of areal_megatron.programs.convert."""
 
 from __future__ import annotations
 

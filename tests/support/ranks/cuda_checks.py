@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 
 from areal_megatron.packing.row import whole_sequences
+from areal_megatron.rank.weights import save_hf
 from areal_megatron.trainer import checkpoint, pipeline
 from areal_megatron.trainer.attention import Packed, _packed_varlen
 from areal_megatron.trainer.attention_blocks import attend_in_blocks
 from areal_megatron.trainer.batch import pack_trajectories
 from areal_megatron.trainer.logprobs import Vocabulary, token_logprobs
-from areal_megatron.weights import save_hf
 from tests.support import training_oracle as oracle
 from tests.support.ranks.trainer_checks import make_config, make_trajectories, open_trainer, train_once
 from tests.support.tiny_models import load_oracle

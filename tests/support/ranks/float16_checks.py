@@ -13,7 +13,7 @@ import torch
 from areal_megatron.config import CriticConfig, PPOConfig
 from areal_megatron.data.trajectory import BatchPart
 from areal_megatron.packing.partition import split
-from areal_megatron.run import RunError
+from areal_megatron.run.folder import RunError
 from areal_megatron.train import train
 from areal_megatron.trainer import checkpoint, optimizer, pipeline
 from areal_megatron.trainer.trainer import BatchResult, Trainer

@@ -1,4 +1,4 @@
-"""Ranks with megatron-core's own gated delta net and gated attention, for the tests of areal_megatron.convert."""
+"""Ranks with megatron-core's own gated delta net and gated attention, for the tests of `areal convert`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from areal_megatron.checkpoint import hf
 from areal_megatron.models.architecture import read_config
 from areal_megatron.reshard import trainer_layout
 from areal_megatron.reshard.trainer_layout import MegatronSizes
-from areal_megatron.run import Run
+from areal_megatron.run.folder import Run
 from areal_megatron.trainer.layers import RMSNorm, _attention
 from areal_megatron.trainer.parallel import initialise
 from tests.support.ranks.trainer_checks import make_config

@@ -26,7 +26,7 @@ from areal_megatron.reshard.engine_layout import EngineSizes
 from areal_megatron.reshard.plan import Planner
 from areal_megatron.reshard.publish import OnDelivered, Publisher
 from areal_megatron.reshard.trainer_layout import MegatronSizes
-from areal_megatron.run import Run
+from areal_megatron.run.folder import Run
 from areal_megatron.trainer.batch import pack_trajectories
 from areal_megatron.trainer.parallel import STORE
 from areal_megatron.trainer.token_sums import TokenSums

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from areal_megatron.run import Run
+from areal_megatron.run.folder import Run
 from areal_megatron.trainer.parallel import STORE, initialise, leave
 from tests.support.ranks.trainer_checks import make_config
 

@@ -18,11 +18,11 @@ from areal_megatron.checkpoint import hf
 from areal_megatron.config import DPOConfig, OptimizerConfig
 from areal_megatron.data.pairs import Pair
 from areal_megatron.data.prompts import Example
+from areal_megatron.rank.weights import save_hf
 from areal_megatron.reshard.trainer_layout import is_head, layout
 from areal_megatron.trainer import pipeline
 from areal_megatron.trainer.model import tensors
 from areal_megatron.trainer.trainer import Trainer
-from areal_megatron.weights import save_hf
 from tests.support.comparison import assert_gradient
 from tests.support.plain_results import TOKENS, gradients, sft_examples
 from tests.support.ranks.trainer_checks import make_config, open_trainer

@@ -32,7 +32,7 @@ from areal_megatron.packing import row
 from areal_megatron.packing.partition import partition, split
 from areal_megatron.ppo.algorithm import ALGORITHMS, token_weights
 from areal_megatron.reshard.trainer_layout import is_head
-from areal_megatron.run import Replaced, Run, RunError
+from areal_megatron.run.folder import Replaced, Run, RunError
 from areal_megatron.trainer import model as trainer_model
 from areal_megatron.trainer import pipeline, update_size
 from areal_megatron.trainer.batch import pack, pack_trajectories

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from areal_megatron.controller.schedule import Schedule
-from areal_megatron.launch.forecast.lengths import LognormalLengths
+from areal_megatron.planning.forecast.lengths import LognormalLengths
 from tools.bench import forecast
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 import torch
 
-from areal_megatron.files import write_json
+from areal_megatron.process.files import write_json
 from areal_megatron.reshard.engine_layout import EngineSizes
 from areal_megatron.reshard.plan import Planner
 from areal_megatron.reshard.trainer_layout import MegatronSizes

@@ -10,9 +10,8 @@ import xml.etree.ElementTree as ElementTree
 import numpy as np
 import pytest
 
-from areal_megatron import config_file
-from areal_megatron.config import ConfigError
-from areal_megatron.run import Run
+from areal_megatron.config import ConfigError, config_file
+from areal_megatron.run.folder import Run
 from tests.conftest import ROOT
 from tools.bench import staleness as sweep
 from tools.bench import staleness_table as table

@@ -1,4 +1,4 @@
-"""areal_megatron.convert without megatron: there and back, what it copies, and what it refuses."""
+"""areal_megatron.programs.convert without megatron: there and back, what it copies, and what it refuses."""
 
 import json
 import os
@@ -18,10 +18,11 @@ from tokenizers import Tokenizer as Library
 from tokenizers.models import WordLevel
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from areal_megatron import convert
+from areal_megatron.checkpoint import convert as conversion
 from areal_megatron.checkpoint import disk
+from areal_megatron.checkpoint.convert import from_hf, to_hf
 from areal_megatron.checkpoint.disk import CheckpointError
-from areal_megatron.convert import from_hf, to_hf
+from areal_megatron.programs import convert
 from tests.support.reshard_oracle import MODELS, write_model
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -79,7 +80,7 @@ def refused(capsys, folder, *arguments):
 @pytest.mark.parametrize(("name", "block"), [*((name, disk.BLOCK_BYTES) for name in MODELS), ("qwen2", 2000)])
 def test_there_and_back_every_bit_is_the_same(models, name, block, tmp_path, monkeypatch):
     monkeypatch.setattr(disk, "BLOCK_BYTES", block)
-    monkeypatch.setattr(convert, "CHUNK_BYTES", 2 * block)
+    monkeypatch.setattr(conversion, "CHUNK_BYTES", 2 * block)
     folder, tensors = models[name]
     from_hf(folder, tmp_path / "checkpoint", verify=True)
     to_hf(tmp_path / "checkpoint", tmp_path / "back", verify=True)
@@ -254,7 +255,7 @@ def test_a_write_that_fails_leaves_nothing(checkpoint, hf_folder, tmp_path, dire
     source = checkpoint if direction == "to-hf" else hf_folder
     before = sorted(tmp_path.rglob("*"))
     done = subprocess.run(
-        [sys.executable, "-m", "areal_megatron.convert", direction, source, tmp_path / "out"],
+        [sys.executable, "-m", "areal_megatron.programs.convert", direction, source, tmp_path / "out"],
         cwd=ROOT,
         env=dict(os.environ, PYTHONPATH=str(ROOT)),
         capture_output=True,
@@ -283,7 +284,7 @@ def test_an_end_in_the_middle_leaves_nothing(checkpoint, hf_folder, tmp_path, ha
 
 @pytest.mark.parametrize("direction", ["to-hf", "from-hf"])
 def test_verify_finds_one_wrong_bit(checkpoint, hf_folder, tmp_path, capsys, monkeypatch, direction):
-    compare, source = convert.compare, checkpoint if direction == "to-hf" else hf_folder
+    compare, source = conversion.compare, checkpoint if direction == "to-hf" else hf_folder
 
     def harmed(*arguments):
         [file] = [*tmp_path.glob(".out.partial/model.safetensors"), *tmp_path.glob(".out.partial/trainer/*.distcp")]
@@ -292,7 +293,7 @@ def test_verify_finds_one_wrong_bit(checkpoint, hf_folder, tmp_path, capsys, mon
         damage(file, at, bytes([content[at] ^ 1]))
         compare(*arguments)
 
-    monkeypatch.setattr(convert, "compare", harmed)
+    monkeypatch.setattr(conversion, "compare", harmed)
     message = refused(capsys, tmp_path, direction, source, tmp_path / "out", "--verify")
     assert "model.norm.weight read back is not what was written" in message
 

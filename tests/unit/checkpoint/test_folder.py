@@ -9,8 +9,8 @@ import pytest
 
 from areal_megatron.checkpoint import folder as checkpoint_folder
 from areal_megatron.config import CheckpointConfig, ConfigError
-from areal_megatron.launch import start
-from areal_megatron.run import IncarnationStart, Replaced, Run
+from areal_megatron.launch.supervision import start
+from areal_megatron.run.folder import IncarnationStart, Replaced, Run
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from areal_megatron.checkpoint import torch_dist_file
 from areal_megatron.checkpoint.torch_dist_file import Image, Stored
 from areal_megatron.reshard.boxes import Box, boxes, whole
-from areal_megatron.run import RunError
+from areal_megatron.run.folder import RunError
 
 SHAPES = [(1,), (7,), (5, 4), (1, 9), (9, 1), (3, 4, 5), (2, 1, 3, 2)]
 

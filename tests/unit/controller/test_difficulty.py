@@ -16,7 +16,7 @@ from areal_megatron.controller.sampler import Sampler
 from areal_megatron.controller.schedule import Schedule
 from areal_megatron.data.check import _check_pass_rates
 from areal_megatron.data.prompts import Prompt
-from areal_megatron.run import RunError
+from areal_megatron.run.folder import RunError
 from areal_megatron.workflows.scoring import Score, Scorer
 
 

@@ -17,12 +17,12 @@ from areal_megatron.controller.sampler import Sampler
 from areal_megatron.controller.schedule import Schedule
 from areal_megatron.data.prompts import Prompt
 from areal_megatron.engine.client import Completion, EngineError
-from areal_megatron.files import numbered
 from areal_megatron.observe.metrics import MetricsWriter
 from areal_megatron.observe.shown_answers import LONGEST, AnswersWriter, ShownAnswer, read_answers
 from areal_megatron.observe.status import EngineState
 from areal_megatron.observe.timeline import Timeline
-from areal_megatron.run import Run
+from areal_megatron.process.files import numbered
+from areal_megatron.run.folder import Run
 from areal_megatron.workflows import sampling
 from areal_megatron.workflows.sampling import Decoding, sampling_seed
 from areal_megatron.workflows.scoring import Score

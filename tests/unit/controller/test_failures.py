@@ -8,7 +8,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from areal_megatron import lateness
 from areal_megatron.config import Config, DataConfig, ModelConfig, RewardConfig, RolloutConfig
 from areal_megatron.controller.batches import describe, means_of_terms
 from areal_megatron.controller.changed import Changed
@@ -19,7 +18,8 @@ from areal_megatron.controller.generation import Generation
 from areal_megatron.controller.sampler import Sampler
 from areal_megatron.controller.schedule import Schedule
 from areal_megatron.observe.timeline import Timeline
-from areal_megatron.run import RunError
+from areal_megatron.process import lateness
+from areal_megatron.run.folder import RunError
 from areal_megatron.workflows.sampling import Decoding
 from tests.support.chat_world import World
 

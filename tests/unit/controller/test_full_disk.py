@@ -8,7 +8,7 @@ RUN = """
 import atexit, json, subprocess, sys, time
 from contextlib import ExitStack
 from pathlib import Path
-from areal_megatron.config_file import save
+from areal_megatron.config.config_file import save
 from areal_megatron.observe.metrics import read_metrics, read_status
 from areal_megatron.protocol import (
     Bye, CheckpointBegin, CheckpointWritten, ControllerClient, Delivered, Hello, NextBatch, NotYet, Ok, Publish,

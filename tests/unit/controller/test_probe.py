@@ -13,7 +13,7 @@ from areal_megatron.data.trajectory import Trajectory
 from areal_megatron.engine.client import EngineError
 from areal_megatron.observe.status import EngineState
 from areal_megatron.observe.timeline import Timeline
-from areal_megatron.run import RunError
+from areal_megatron.run.folder import RunError
 
 LONGEST = 24
 

@@ -29,7 +29,7 @@ from areal_megatron.protocol import (
     Trained,
     public_key,
 )
-from areal_megatron.run import SecretKeys
+from areal_megatron.run.folder import SecretKeys
 
 KEYS, OTHERS = (SecretKeys(secrets.token_bytes(32), secrets.token_bytes(32)) for _ in range(2))
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + b"\0" + bytes(31)

@@ -27,7 +27,7 @@ from areal_megatron.reshard.reception import Inlet, Reception
 from areal_megatron.reshard.session import LinkInfo
 from areal_megatron.reshard.staging import Full, Shard
 from areal_megatron.reshard.trainer_layout import MegatronSizes
-from areal_megatron.run import Run
+from areal_megatron.run.folder import Run
 from tests.support.link_store import open_store
 from tests.support.reshard_oracle import CONFIG
 

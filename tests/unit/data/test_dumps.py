@@ -14,7 +14,7 @@ from areal_megatron.controller.replay import Recording
 from areal_megatron.data.dumps import REPLAYED, Dump, check_same, check_tokens, dumped, forget, read, recorded, write
 from areal_megatron.data.trajectory import BatchPart, Trajectory, decoder, store
 from areal_megatron.protocol import EncodedBatch, NextBatch, NotYet, Stop, Trained
-from areal_megatron.run import RunError
+from areal_megatron.run.folder import RunError
 
 BATCH, GROUP = 4, 2
 

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from areal_megatron.audit import rows_of
 from areal_megatron.config import Config, ConfigError, DataConfig, EnvironmentConfig, ModelConfig
 from areal_megatron.data.check import check_data
 from areal_megatron.data.files import file_names
 from areal_megatron.data.prompts import cursor, read_prompts
 from areal_megatron.data.tokenizer import Tokenizer
+from areal_megatron.programs.audit import rows_of
 from areal_megatron.reward.answers import problem_with_answers
 
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from areal_megatron import config_file
-from areal_megatron.config import ConfigError
-from areal_megatron.launch import mpi, plan, slurm, submit
-from areal_megatron.launch.sizes import Sizes, read_header
-from areal_megatron.run import Run
+from areal_megatron.config import ConfigError, config_file
+from areal_megatron.launch import mpi, slurm, submit
+from areal_megatron.planning import plan
+from areal_megatron.planning.sizes import Sizes, read_header
+from areal_megatron.run.folder import Run
 from tests.conftest import ROOT
 
 LAUNCHERS = {"slurm": slurm.main, "mpi": mpi.main, "submit": submit.main}

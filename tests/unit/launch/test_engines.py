@@ -20,11 +20,11 @@ from areal_megatron.launch.engines import (
     sites_of,
     slots,
 )
-from areal_megatron.launch.pools import Placement, Process, Slot
-from areal_megatron.launch.records import Recorder
-from areal_megatron.network import Site, address
+from areal_megatron.launch.supervision.records import Recorder
 from areal_megatron.observe.metrics import write_status
-from areal_megatron.run import Run
+from areal_megatron.planning.pools import Placement, Process, Slot
+from areal_megatron.run.folder import Run
+from areal_megatron.run.network import Site, address
 
 
 @pytest.fixture

@@ -20,8 +20,7 @@ from urllib.parse import urlsplit
 import numpy as np
 import pytest
 
-from areal_megatron import config_file, descriptors
-from areal_megatron.config import Config, DataConfig, ModelConfig
+from areal_megatron.config import Config, DataConfig, ModelConfig, config_file
 from areal_megatron.data import dumps
 from areal_megatron.data.dumps import Dump, write
 from areal_megatron.data.tokenizer import Tokenizer
@@ -32,15 +31,16 @@ from areal_megatron.launch.page.history import MOST_POINTS, History, thinned
 from areal_megatron.launch.page.report import write_report
 from areal_megatron.launch.page.server import Page
 from areal_megatron.launch.page.watched import Watched
-from areal_megatron.launch.pools import Node, Placement, Process, Slot
-from areal_megatron.launch.processes import Log
-from areal_megatron.launch.records import Recorder
+from areal_megatron.launch.supervision.processes import Log
+from areal_megatron.launch.supervision.records import Recorder
 from areal_megatron.observe.metrics import MetricsWriter, write_status
 from areal_megatron.observe.shown_answers import LONGEST, AnswersWriter, ShownAnswer
-from areal_megatron.run import Run
+from areal_megatron.planning.pools import Node, Placement, Process, Slot
+from areal_megatron.run import descriptors
+from areal_megatron.run.folder import Run
 from tests.support.chromium import Chromium
-from tests.unit.test_report import evaluation
-from tests.unit.test_trajectories import answer, model  # noqa: F401 - a fixture
+from tests.unit.launch.test_report import evaluation
+from tests.unit.programs.test_trajectories import answer, model  # noqa: F401 - a fixture
 
 HOSTILE = "<script>window.hacked=1</script><img src=x onerror='window.hacked=2'>\"&'><svg onload=window.hacked=3>"
 UPDATES = 40

@@ -4,16 +4,16 @@ import time
 
 import pytest
 
-from areal_megatron import config_file
-from areal_megatron.config import Config
-from areal_megatron.launch import records, status
-from areal_megatron.launch.pools import Node, Placement, Process, Slot
-from areal_megatron.launch.processes import Log
-from areal_megatron.launch.records import GONE_S, Pulse, Recorder, read_record, state_of
-from areal_megatron.launch.silence import Repeater
+from areal_megatron.config import Config, config_file
+from areal_megatron.launch import status
+from areal_megatron.launch.supervision import records
+from areal_megatron.launch.supervision.processes import Log
+from areal_megatron.launch.supervision.records import GONE_S, Pulse, Recorder, read_record, state_of
+from areal_megatron.launch.supervision.silence import Repeater
 from areal_megatron.observe.console import Console
 from areal_megatron.observe.metrics import MetricsWriter, read_status, write_status
-from areal_megatron.run import Run
+from areal_megatron.planning.pools import Node, Placement, Process, Slot
+from areal_megatron.run.folder import Run
 
 UPDATE = {"effective_tokens_per_s": 1234.0, "accuracy": 0.5, "staleness_max": 3}
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from areal_megatron.observe.metrics import MetricsWriter, StatusWriter, read_metrics, read_status
 from areal_megatron.observe.spans import read_spans
 from areal_megatron.observe.timeline import Timeline
-from areal_megatron.run import Run
+from areal_megatron.run.folder import Run
 from tests.support.small_disk import fill
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -135,7 +135,7 @@ def test_a_torn_line_is_not_continued(tmp_path):
 LARGE = """
 import sys
 from pathlib import Path
-from areal_megatron.files import write_atomically
+from areal_megatron.process.files import write_atomically
 folder = Path(sys.argv[1])
 try:
     write_atomically(folder / "large", b"x" * 100_000)

@@ -8,7 +8,7 @@ import pytest
 from areal_megatron.config import Config
 from areal_megatron.observe.console import Console
 from areal_megatron.observe.metrics import MetricsWriter, write_status
-from areal_megatron.run import Run
+from areal_megatron.run.folder import Run
 
 UPDATE = {
     "reward_mean": -1.25,

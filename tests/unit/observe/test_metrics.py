@@ -8,7 +8,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from areal_megatron.observe.metrics import MetricsReader, MetricsWriter, read_metrics, read_status, write_status
-from areal_megatron.run import Run
+from areal_megatron.run.folder import Run
 
 
 @pytest.fixture

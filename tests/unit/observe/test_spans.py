@@ -6,7 +6,7 @@ import pytest
 
 from areal_megatron.observe.spans import Span, merge, overlap, read_spans, speeds_with_and_without, union
 from areal_megatron.observe.timeline import Timeline
-from areal_megatron.run import Run
+from areal_megatron.run.folder import Run
 
 
 @pytest.fixture

@@ -15,16 +15,16 @@ import numpy as np
 import pytest
 
 from areal_megatron.config import TRACKERS, Config, ConfigError, TrackConfig, check
-from areal_megatron.launch import mirrors
-from areal_megatron.launch.mirrors import Mirrors
-from areal_megatron.mirror import Once
+from areal_megatron.launch.supervision import mirrors
+from areal_megatron.launch.supervision.mirrors import Mirrors
 from areal_megatron.observe import trackers
 from areal_megatron.observe.metrics import MetricsWriter
+from areal_megatron.observe.mirror import Once
 from areal_megatron.observe.shown_answers import HEAD, AnswersWriter, ShownAnswer
 from areal_megatron.observe.trackers import check_trackers
-from areal_megatron.run import Run
+from areal_megatron.run.folder import Run
 from tests.support.soaking import with_soaked
-from tests.unit.test_report import evaluation, make_run
+from tests.unit.launch.test_report import evaluation, make_run
 
 UPDATES = 20
 HOSTILE = "<script>alert(1)</script> **x** | y\n# z\x1b[2J\u202e"
@@ -72,7 +72,7 @@ def expected():
 
 
 def mirror(run, name, *options, **environment):
-    command = [sys.executable, "-m", "areal_megatron.mirror", str(run.folder), name, *options]
+    command = [sys.executable, "-m", "areal_megatron.observe.mirror", str(run.folder), name, *options]
     done = subprocess.run(
         command, env=os.environ | environment, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL
     )
@@ -351,7 +351,7 @@ def test_a_server_that_is_not_there_is_named_without_its_password(tmp_path):
     need("mlflow")
     run = make_run(tmp_path, UPDATES)
     server = {"MLFLOW_TRACKING_URI": f"http://user:{KEY}@127.0.0.1:9", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
-    command = [sys.executable, "-m", "areal_megatron.mirror", str(run.folder), "mlflow", "--online"]
+    command = [sys.executable, "-m", "areal_megatron.observe.mirror", str(run.folder), "mlflow", "--online"]
     done = subprocess.run(command, env=os.environ | server, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1 and "error: mlflow: " in done.stderr and "127.0.0.1" in done.stderr
     assert KEY not in done.stdout + done.stderr
@@ -409,7 +409,7 @@ def test_a_mirror_of_a_launcher_that_is_gone_ends(tmp_path, monkeypatch):
     """It hangs in its tracker, and notices all the same."""
     run = make_run(tmp_path, UPDATES)
     stand_in(tmp_path, monkeypatch, "time.sleep(1000)")
-    code = "from areal_megatron import mirror; mirror.END_S = 0.5; mirror.main()"
+    code = "from areal_megatron.observe import mirror; mirror.END_S = 0.5; mirror.main()"
     command = [sys.executable, "-c", code, str(run.folder), "wandb", "--follow"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     _, said = process.communicate(timeout=60)
@@ -419,7 +419,7 @@ def test_a_mirror_of_a_launcher_that_is_gone_ends(tmp_path, monkeypatch):
 def test_a_mirror_of_a_run_that_was_started_again_writes_nothing_more(tmp_path):
     run = make_run(tmp_path, UPDATES)
     (run.leases / "00002.json").write_text(json.dumps({"launcher": "another"}))
-    command = [sys.executable, "-m", "areal_megatron.mirror", str(run.folder), "trackio", "--lease", "1"]
+    command = [sys.executable, "-m", "areal_megatron.observe.mirror", str(run.folder), "trackio", "--lease", "1"]
     if importlib.util.find_spec("trackio") is None:
         pytest.skip("trackio is not installed: pip install trackio")
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -428,7 +428,7 @@ def test_a_mirror_of_a_run_that_was_started_again_writes_nothing_more(tmp_path):
 
 
 def test_no_run(tmp_path):
-    command = [sys.executable, "-m", "areal_megatron.mirror", str(tmp_path / "none"), "wandb"]
+    command = [sys.executable, "-m", "areal_megatron.observe.mirror", str(tmp_path / "none"), "wandb"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
     assert Run(tmp_path / "none").folder.exists() is False

@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from areal_megatron.credentials import Credentials, new_credentials
 from areal_megatron.reshard.carriers import streams
 from areal_megatron.reshard.carriers.streams import Dialer, Listener, RemoteKeys, Stream, Streams, serve_keys
+from areal_megatron.run.credentials import Credentials, new_credentials
 from tests.support.probing import probed
 
 LINK = "10.0.0.1:1 0/1"

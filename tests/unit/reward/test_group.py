@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from areal_megatron import lateness
 from areal_megatron.config import ConfigError, RewardConfig
 from areal_megatron.data.prompts import Prompt
 from areal_megatron.engine.client import Completion
+from areal_megatron.process import lateness
 from areal_megatron.reward.group import GroupAnswer, checked_terms, load_group_function
 from areal_megatron.reward.workers import RewardWorkers
 from areal_megatron.workflows.scoring import Scorer

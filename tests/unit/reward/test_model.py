@@ -10,13 +10,12 @@ from typing import ClassVar
 
 import pytest
 
-from areal_megatron import config_file
-from areal_megatron.config import Config, ConfigError, DataConfig, ModelConfig, RewardConfig
+from areal_megatron.config import Config, ConfigError, DataConfig, ModelConfig, RewardConfig, config_file
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.reward.function import load_function
 from areal_megatron.reward.model import sigmoid
 from areal_megatron.reward.no_score import ServiceAway
-from areal_megatron.run import Run
+from areal_megatron.run.folder import Run
 
 
 class Engine(BaseHTTPRequestHandler):

@@ -13,7 +13,7 @@ from areal_megatron.config import ConfigError, RewardConfig
 from areal_megatron.reward.function import load_function
 from areal_megatron.reward.worker import Answer
 from areal_megatron.reward.workers import RewardWorkers
-from areal_megatron.run import RunError
+from areal_megatron.run.folder import RunError
 from tests.support.judging import scores_of, short_pauses  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("short_pauses")

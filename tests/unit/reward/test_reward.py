@@ -8,8 +8,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from areal_megatron import lateness
 from areal_megatron.config import ConfigError, RewardConfig
+from areal_megatron.process import lateness
 from areal_megatron.reward.function import load_function
 from areal_megatron.reward.worker import Answer
 from areal_megatron.reward.workers import RewardWorkers

@@ -313,7 +313,7 @@ def test_code_rewards_refuse_to_start_where_nothing_isolates(how):
     )
     last = process.stderr.splitlines()[-1]
     assert process.returncode == 1
-    assert last.startswith("areal_megatron.config.ConfigError: reward.function: programs cannot be isolated"), last
+    assert last.startswith(f"{ConfigError.__module__}.ConfigError: reward.function: programs cannot be isolated"), last
     assert "unshare: No space left on device" in last
 
 

@@ -4,9 +4,9 @@ import os
 
 import pytest
 
-from areal_megatron import versions
 from areal_megatron.config import ConfigError
-from areal_megatron.launch import gpus
+from areal_megatron.launch.supervision import gpus
+from areal_megatron.run import versions
 from tools import demo
 
 

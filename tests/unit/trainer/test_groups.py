@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from areal_megatron.config import Config, DataConfig, MachineConfig, ModelConfig
-from areal_megatron.run import Run, RunError
+from areal_megatron.run.folder import Run, RunError
 from areal_megatron.trainer import parallel
 
 

@@ -8,7 +8,7 @@ import pytest
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from areal_megatron.config import Config, ConfigError, DataConfig, MachineConfig, ModelConfig, TrainerConfig
-from areal_megatron.passed_through import MEGATRON_OWNED
+from areal_megatron.config.passed_through import MEGATRON_OWNED
 from areal_megatron.trainer import check_fields
 from areal_megatron.trainer.megatron_fields import with_fields
 from tests.support.owned_rows import rows_of_owned

@@ -11,7 +11,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from areal_megatron import lateness
 from areal_megatron.config import ConfigError, RolloutConfig
 from areal_megatron.controller.batches import describe
 from areal_megatron.controller.changed import Changed
@@ -23,7 +22,8 @@ from areal_megatron.controller.schedule import Group, Schedule
 from areal_megatron.controller.state import InterruptedGroup
 from areal_megatron.engine.client import Completion, EngineError
 from areal_megatron.observe.timeline import Timeline
-from areal_megatron.run import RunError
+from areal_megatron.process import lateness
+from areal_megatron.run.folder import RunError
 from areal_megatron.workflows import multi_turn, sampling, tool_use
 from areal_megatron.workflows.episode import EpisodeOver
 from areal_megatron.workflows.workflow import check_workflow, load_workflow

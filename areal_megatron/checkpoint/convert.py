@@ -1,0 +1,215 @@
+"""Checkpoints of megatron-core (torch_dist) from and to Hugging Face folders: one process without GPUs that never holds
+more than a part of a tensor; every parallel layout and every model of areal_megatron/models."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from math import prod
+from pathlib import Path
+
+import numpy as np
+from numpy import ndarray
+
+from areal_megatron.checkpoint import torch_dist
+from areal_megatron.checkpoint.disk import BlockBuffers, BoxReader, CheckpointError
+from areal_megatron.checkpoint.hf_folder import (
+    INDEX,
+    SHARD_BYTES,
+    SINGLE,
+    HfFolder,
+    HfTensor,
+    copy_description,
+    hf_tensors,
+    write_weights,
+)
+from areal_megatron.checkpoint.torch_dist import DistCheckpoint
+from areal_megatron.models.architecture import architecture, read_config
+from areal_megatron.models.dtypes import ITEMSIZE
+from areal_megatron.models.pattern import name_at, numbers
+from areal_megatron.process.files import whole_folder
+from areal_megatron.reshard.boxes import Box, whole
+
+CHUNK_BYTES = 32 * 2**20
+"""Bytes of the largest chunk of a tensor that from_hf stores as one; who loads it holds a whole chunk."""
+TRAINER, DESCRIPTION = "trainer", "hf"
+"""The parts of a checkpoint folder: the torch_dist folder, and config, tokenizer and the like."""
+Report = Callable[[int, int], None]
+"""Told (bytes done, bytes to do) after each block."""
+
+
+def to_hf(
+    checkpoint: Path,
+    out: Path,
+    *,
+    description: Path | None = None,
+    dtype: str | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    verify: bool = False,
+    sync: bool = True,
+    report: Report = lambda done, total: None,
+) -> None:
+    """Writes the checkpoint folder's model as the Hugging Face folder `out`, which appears whole or not at all.
+
+    `checkpoint` may also be an export, or a torch_dist folder alone; then `description` is a folder with config.json,
+    tokenizer and so on. dtype: the result's, None for the checkpoint's own. Files have at most shard_bytes, or one
+    tensor. verify: reads the result back and compares. sync: returns once everything is on the disk; without, a power
+    failure soon after it may leave a folder with holes. Raises CheckpointError, or ConfigError for a config.json that
+    is missing or describes no known model.
+    """
+    source, description = _open(checkpoint, description)
+    config = read_config(description)
+    described = architecture(config)
+    with closing(source):
+        model = hf_tensors(described.canonical, lambda name: described.dtypes.get(name) or dtype or source.dtype(name))
+        total = sum(tensor.nbytes for tensor in model)
+        progress, blocks = _Progress(report, total * (1 + verify)), BlockBuffers()
+
+        def read(tensor: HfTensor) -> Iterator[ndarray]:
+            for block, rows in blocks.of(tensor.box, tensor.dtype):
+                source.read(tensor.pattern, block, rows, tensor.dtype)
+                progress(rows.nbytes)
+                yield rows
+
+        with _new_folder(out, total, sync) as folder:
+            write_weights(folder, model, read, shard_bytes, sync)
+            copy_description(description, folder, model[0].dtype)
+            if verify:
+                result, _ = _open(folder)
+                with closing(result):
+                    compare(source, result, model, blocks, progress)
+
+
+def from_hf(
+    source: Path,
+    out: Path,
+    *,
+    dtype: str | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    verify: bool = False,
+    sync: bool = True,
+    report: Report = lambda done, total: None,
+) -> None:
+    """Writes a Hugging Face folder as the checkpoint folder `out`, with the model and no optimizer; else like to_hf.
+
+    Layer norms are written under both names that megatron-core has for them, with TransformerEngine and without.
+    """
+    from areal_megatron.checkpoint import torch_dist_file  # imports torch
+
+    config = read_config(source)
+    model = HfFolder.of_model(source, config)
+    layout = torch_dist.layout(config)
+    pieces = torch_dist.by_parameter(layout)
+    kinds = {
+        pattern: layout.dtypes.get(pattern) or dtype or model.dtype(own[0].tensor) for pattern, own in pieces.items()
+    }
+    places = {
+        name: (pattern, single.start[: numbers(pattern)])
+        for pattern, shape in layout.held.items()
+        for single in whole(shape).singles(numbers(pattern))
+        for name in _both_names(name_at(pattern, single.start[: numbers(pattern)]))
+    }
+    """A tensor's name → its pattern, and what its numbers are there."""
+    tensors = {name: (kinds[pattern], layout.held[pattern][len(at) :]) for name, (pattern, at) in places.items()}
+    chunks = [
+        (name, chunk)
+        for name, (kind, shape) in tensors.items()
+        for single in whole(shape).singles(numbers(pieces[places[name][0]][0].tensor) - len(places[name][1]))
+        for chunk in single.cut(CHUNK_BYTES // ITEMSIZE[kind])
+    ]
+    dtypes = {piece.tensor: kinds[piece.parameter] for piece in layout.pieces}
+    written = hf_tensors(layout.canonical, dtypes.__getitem__)
+    total = sum(prod(shape) * ITEMSIZE[kind] for kind, shape in tensors.values())
+    progress, blocks = _Progress(report, total + verify * sum(tensor.nbytes for tensor in written)), BlockBuffers()
+
+    def read(name: str, chunk: Box) -> Iterator[ndarray]:
+        (kind, _), (pattern, at) = tensors[name], places[name]
+        for block, rows in blocks.of(chunk, kind):
+            region = Box((*at, *block.start), (*(number + 1 for number in at), *block.stop))
+            for piece in pieces[pattern]:
+                if common := piece.local.intersection(region):
+                    box = common.within(piece.local).shifted(piece.box.start)
+                    model.read(piece.tensor, box, rows[(None,) * len(at)][common.within(region).slices], kind)
+            progress(rows.nbytes)
+            yield rows
+
+    with closing(model), _new_folder(out, total, sync) as folder:
+        (folder / DESCRIPTION).mkdir()
+        copy_description(source, folder / DESCRIPTION, written[0].dtype)
+        objects = torch_dist.extra_states(layout)
+        torch_dist_file.write_folder(folder / TRAINER, tensors, chunks, read, objects, shard_bytes, sync)
+        if verify:
+            with closing(DistCheckpoint(folder / TRAINER, config)) as result:
+                compare(model, result, written, blocks, progress)
+
+
+def _both_names(name: str) -> list[str]:
+    return [*dict.fromkeys((name, torch_dist.other_name(name)))]
+
+
+def compare(
+    source: BoxReader, result: BoxReader, model: list[HfTensor], blocks: BlockBuffers, progress: _Progress
+) -> None:
+    """Raises CheckpointError unless `result` has the source's values, cast to the model's dtypes, bit for bit."""
+    for tensor in model:
+        # Memory is given in turn, so that the two blocks of a pair never share it.
+        pairs = zip(blocks.of(tensor.box, tensor.dtype), blocks.of(tensor.box, tensor.dtype), strict=True)
+        for (block, expected), (_, found) in pairs:
+            source.read(tensor.pattern, block, expected, tensor.dtype)
+            result.read(tensor.pattern, block, found, tensor.dtype)
+            if not np.array_equal(expected, found):
+                raise CheckpointError(f"{tensor.name} read back is not what was written; check the disk and try again")
+            progress(expected.nbytes)
+
+
+@contextlib.contextmanager
+def _new_folder(path: Path, size: int, sync: bool) -> Iterator[Path]:
+    """Yields a folder that becomes `path` at the end, as files.whole_folder does.
+
+    size: bytes that will be written. Raises CheckpointError where `path` exists or cannot be written.
+    """
+    if os.path.lexists(path):
+        raise CheckpointError(f"{path} exists: remove it or choose another name")
+    path = path.absolute()
+    if not path.parent.is_dir():
+        raise CheckpointError(f"cannot write {path}: there is no folder {path.parent}, make it first")
+    try:
+        with whole_folder(path, sync=sync) as folder:
+            if (free := shutil.disk_usage(folder).free) < size:
+                raise CheckpointError(
+                    f"{path} needs {size / 1e9:.3f} GB and {free / 1e9:.3f} GB are free: make room or choose another "
+                    "disk"
+                )
+            yield folder
+    except OSError as e:
+        raise CheckpointError(f"cannot write {path}: {e.strerror}; nothing was left behind") from None
+
+
+class _Progress:
+    def __init__(self, report: Report, total: int):
+        self._report, self._done, self._total = report, 0, total
+        report(0, total)
+
+    def __call__(self, count: int) -> None:
+        self._done += count
+        self._report(self._done, self._total)
+
+
+def _open(model: Path, description: Path | None = None) -> tuple[BoxReader, Path]:
+    """Opens a checkpoint or an export; returns also the folder with its config and tokenizer."""
+    if (model / TRAINER).is_dir():
+        model, description = model / TRAINER, description or model / DESCRIPTION
+    elif (model / INDEX).exists() or (model / SINGLE).exists():
+        description = description or model
+        return HfFolder.of_model(model, read_config(description)), description
+    elif not model.is_dir():
+        raise CheckpointError(f"{model} is no folder; give a checkpoint folder such as RUN/checkpoints/version-000012")
+    elif description is None:
+        raise CheckpointError(
+            f"{model} has no folder {TRAINER}: give a checkpoint folder, or for a torch_dist folder "
+            "alone --config HF_DIR, a folder with config.json and tokenizer"
+        )
+    return DistCheckpoint(model, read_config(description)), description

@@ -1,0 +1,240 @@
+"""Loads a run's config from a YAML file and overrides, and saves it.
+
+Every wrong line or override is refused with one line that says where it is, what is wrong and what is right.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import is_dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from areal_megatron.config import (
+    Config,
+    ConfigError,
+    EnvironmentConfig,
+    check,
+    config_fields,
+    decide_defaults,
+    describe,
+)
+from areal_megatron.config.other_names import NONE_HERE, OTHER_NAMES, REMARKS, find
+from areal_megatron.process.errors import first_line
+from areal_megatron.process.files import names_like, write_atomically
+
+_EVERY = Config(environments=[EnvironmentConfig()])
+_FIELDS = {key: f for key, f, value in config_fields(_EVERY) if not isinstance(value, list) and not is_dataclass(value)}
+"""The key of an environment is here once, as `environments.0.KEY`."""
+_KEYS = "areal_megatron/config/fields.py"
+"""Where all keys are told."""
+_LIST = "environments"
+"""The only key with a list, of sections."""
+_SECTIONS = {key for key, *_ in config_fields(_EVERY)} - _FIELDS.keys()
+_PASSED_THROUGH = {key for key, _, value in config_fields(_EVERY) if isinstance(value, dict)}
+"""Sections whose keys are those of another library (areal_megatron/config/passed_through.py)."""
+
+
+def load(path: str | Path, overrides: list[str] = ()) -> Config:
+    """Defaults, then the YAML file, then `key=value` overrides, of which the last one of a key holds; checked.
+
+    A default that other keys decide, such as the clip of an algorithm, is decided here.
+
+    Raises ConfigError for a missing file, broken YAML, an unknown key (with the nearest valid one), a key given twice
+    in the file, a value of the wrong type or out of range, and keys that contradict each other.
+    """
+    path = Path(path)
+    config, places, passed = OmegaConf.structured(Config), {}, {section: {} for section in _PASSED_THROUGH}
+    for key, node, place in [*_read_file(path), *(_read_override(text) for text in overrides)]:
+        if found := _passed_through(key):
+            section, option = found
+            places[key], passed[section][option] = place, _option(node)
+            continue
+        _check_known(key, place)
+        places[key] = place
+        wanted = describe(_FIELDS[_any_entry(key)])
+        if not isinstance(node, yaml.ScalarNode):
+            raise ConfigError(f"{place}: {key}: must be {wanted}, is {_value(node)}")
+        _make_room(config, key, place)
+        try:
+            OmegaConf.update(config, key, node.value)
+        except OmegaConfBaseException:
+            raise ConfigError(f"{place}: {key}: must be {wanted}, is {node.value!r}") from None
+    missing = [re.sub(r"\[(\d+)\]", r".\1", key) for key in OmegaConf.missing_keys(config)]
+    if not config.data.train and not config.environments:
+        missing.append("data.train")
+    if missing:
+        raise ConfigError(f"{path}: missing {', '.join(sorted(missing))}")
+    config = OmegaConf.to_object(config)
+    for key, options in passed.items():
+        section, _, name = key.rpartition(".")
+        setattr(getattr(config, section), name, options)
+    decide_defaults(config, given=places)
+    check(config, lambda key: f"{places.get(key, path)}: {key}")
+    return config
+
+
+def load_run(folder: Path) -> Config:
+    """Returns the config of a run. Raises ConfigError also if the folder is none of a run, with the nearest that is."""
+    path = folder / "config.yaml"
+    if not path.exists():
+        near = [run for run in names_like(folder) if (run / "config.yaml").exists()]
+        hint = f"did you mean {near[0]}?" if near else "give one such as runs/tiny"
+        raise ConfigError(f"{folder} is no run folder, {hint}")
+    return load(path)
+
+
+def options(given: list[str]) -> dict[str, Any]:
+    """Returns options that are passed through, each given as `name=value`, unchecked. Raises ConfigError if one is not
+    given so."""
+    return {name: _option(node) for name, node, _ in map(_read_override, given)}
+
+
+def check_stdin(check: Callable[[Config], None]) -> int:
+    """Loads a config from standard input and has it checked. Returns the exit code: 2, after one line, for a
+    ConfigError."""
+    try:
+        check(load("/dev/stdin"))
+    except ConfigError as e:
+        print(f"error: {str(e).removeprefix('/dev/stdin: ')}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def save(config: Config, path: Path) -> None:
+    """Writes the resolved config as YAML; `load` reads it back to an equal Config."""
+    write_atomically(path, text(config))
+
+
+def text(config: Config) -> str:
+    """Returns the resolved config as YAML."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+Entry = tuple[str, yaml.Node, str]
+"""A dotted key, its value, and where it was written."""
+
+
+def _read_file(path: Path) -> list[Entry]:
+    try:
+        tree = yaml.compose(path.read_text(encoding="utf-8"), yaml.SafeLoader)
+    except OSError as e:
+        near = f", did you mean {names_like(path)[0]}?" if names_like(path) else ""
+        raise ConfigError(f"{path}: cannot read the config: {e.strerror}{near}") from None
+    except UnicodeDecodeError as e:
+        raise ConfigError(f"{path}: not YAML in UTF-8: {e.reason}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: no config: its sections and lists are nested too deeply") from None
+    except yaml.YAMLError as e:
+        mark = getattr(e, "problem_mark", None)
+        where = f"{path}:{mark.line + 1}" if mark else str(path)
+        raise ConfigError(f"{where}: not YAML: {getattr(e, 'problem', first_line(e))}") from None
+    if tree is not None and not isinstance(tree, yaml.MappingNode):
+        raise ConfigError(f"{path}: expected `key: value` lines")
+    return list(_entries(path, tree, "", {}) if tree else [])
+
+
+def _entries(path: Path, tree: yaml.MappingNode, prefix: str, lines: dict[str, int]) -> Iterator[Entry]:
+    for name, node in tree.value:
+        line = name.start_mark.line + 1
+        place = f"{path}:{line}"
+        if not isinstance(name, yaml.ScalarNode) or "." in name.value:
+            raise ConfigError(f"{place}: {_value(name)!r} is no key: in a file, keys are indented below their section")
+        key = f"{prefix}{name.value}"
+        if key in lines:
+            raise ConfigError(f"{place}: {key}: was given on line {lines[key]} already")
+        lines[key] = line
+        if key == _LIST and isinstance(node, yaml.SequenceNode):
+            for number, entry in enumerate(node.value):
+                if not isinstance(entry, yaml.MappingNode):
+                    raise ConfigError(f"{place}: {key}: expected `- name: …` with further keys below, for each")
+                yield from _entries(path, entry, f"{key}.{number}.", lines)
+        elif key in _SECTIONS | _PASSED_THROUGH and key != _LIST and isinstance(node, yaml.MappingNode):
+            yield from _entries(path, node, f"{key}.", lines)
+        elif key not in _SECTIONS | _PASSED_THROUGH or _value(node) is not None:  # a section may be empty
+            yield key, node, place
+
+
+def _any_entry(key: str) -> str:
+    """The key, or for one of an environment that of the first."""
+    return re.sub(rf"^{_LIST}\.\d+\.", f"{_LIST}.0.", key)
+
+
+def _make_room(config: DictConfig, key: str, place: str) -> None:
+    """Adds an entry to the list that the key is of, if it is about the first that is not there yet."""
+    if not (found := re.match(rf"{_LIST}\.(\d+)\.", key)):
+        return
+    number, there = int(found[1]), len(config[_LIST])
+    if number > there:
+        raise ConfigError(f"{place}: {key}: there is no {_LIST}.{there} before it")
+    if number == there:
+        config[_LIST].append(EnvironmentConfig())
+
+
+def _read_override(text: str) -> Entry:
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"override {text!r}: expected key=value, e.g. optimizer.lr=1e-5")
+    try:
+        node = yaml.compose(value, yaml.SafeLoader) or yaml.ScalarNode("tag:yaml.org,2002:str", "")
+        _value(node)
+    except yaml.YAMLError:
+        raise ConfigError(f"override {text!r}: the value is not YAML") from None
+    return key, node, f"override {text!r}"
+
+
+def _value(node: yaml.Node) -> Any:
+    """The value of a YAML node as Python has it."""
+    return yaml.constructor.SafeConstructor().construct_document(node)
+
+
+def _option(node: yaml.Node) -> Any:
+    """The value of an option that is passed through. Unlike YAML, which wants 1.0e-5, takes 1e-5 for a number, as it is
+    taken everywhere else in a config."""
+    pair = yaml.ScalarNode("tag:yaml.org,2002:str", "value"), node
+    text = yaml.serialize(yaml.MappingNode("tag:yaml.org,2002:map", [pair]))
+    return OmegaConf.to_container(OmegaConf.create(text), resolve=False)["value"]
+
+
+def _passed_through(key: str) -> tuple[str, str] | None:
+    """The section and the name of an option that is passed through; None for any other key."""
+    section = next((section for section in _PASSED_THROUGH if key.startswith(f"{section}.")), None)
+    return section and (section, key.removeprefix(f"{section}."))
+
+
+def _check_known(key: str, where: str) -> None:
+    if key in _PASSED_THROUGH:
+        raise ConfigError(f"{where}: {key} is a section: give its options one by one, such as {key}.NAME=VALUE")
+    key = _any_entry(key)
+    if key in _FIELDS:
+        return
+    if key in _SECTIONS:
+        first = next(known for known in _FIELDS if known.startswith(f"{key}."))
+        raise ConfigError(f"{where}: {key} is a section: give its keys one by one, such as {first}")
+    if sentence := find(key, NONE_HERE):
+        raise ConfigError(f"{where}: unknown key {key!r}: {sentence}")
+    found = nearest(key)
+    known = f", which is {describe(_FIELDS[found])}" if found in _FIELDS else ""
+    remark = f"; {REMARKS[found]}" if found in REMARKS and key.split(".")[-1] != found.split(".")[-1] else ""
+    hint = f"did you mean {found!r}{known}?{remark}" if found else f"see {_KEYS}"
+    raise ConfigError(f"{where}: unknown key {key!r}, {hint}")
+
+
+def is_key(key: str) -> bool:
+    """Whether there is such a key."""
+    return _any_entry(key) in _FIELDS
+
+
+def nearest(key: str) -> str:
+    """Returns the key that is probably meant by one that there is not, "" if none is like it."""
+    same_leaf = [known for known in _FIELDS if known.split(".")[-1] == key.split(".")[-1]]
+    sections = () if "." in key else _SECTIONS
+    near = difflib.get_close_matches(key, [*_FIELDS, *sections], 1)
+    return find(key, OTHER_NAMES) or (same_leaf or near or [""])[0]

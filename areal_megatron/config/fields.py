@@ -1,0 +1,685 @@
+"""The whole configuration of a run, as typed dataclasses: every key, its default, its range and what it means.
+
+A user writes a YAML file with the few keys that differ from the defaults and may override any of them on the command
+line (`key=value`): config_file.py loads both, rules.py checks them. Imports neither torch nor vllm: a login node reads
+a config in a fraction of a second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator
+from dataclasses import Field, asdict, dataclass, field, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from omegaconf import MISSING
+
+from areal_megatron.config.algorithms import PUBLISHED
+
+
+class ConfigError(ValueError):
+    """Wrong input by the user: one line that names the key or file, what is wrong and what to do."""
+
+
+def key(
+    default: Any,
+    *,
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+    below: float | None = None,
+    choices: tuple[str, ...] = (),
+) -> Any:
+    """A field with its default and the values that it may have."""
+    limits = {"at least": at_least, "above": above, "at most": at_most, "below": below}
+    limits = {name: limit for name, limit in limits.items() if limit is not None}
+    return field(default=default, metadata={"limits": limits, "choices": choices})
+
+
+@dataclass
+class ModelConfig:
+    path: str = MISSING
+    """Model to start from: a Hugging Face directory (config.json, *.safetensors, tokenizer), or OWNER/NAME[@REVISION]
+    on the Hugging Face hub (docs/data.md, "By name")."""
+    dtype: str = key("bfloat16", choices=("bfloat16", "float16", "float32"))
+    """Dtype of the parameters in trainers and engines; optimizer states and gradients are float32. Which one to take:
+    docs/algorithms.md, "Numerics"."""
+    head_dtype: str = key("float32", choices=("float32", "model"))
+    """Dtype of the logits, in trainers and engines: the product of hidden states and output layer, which both have
+    `dtype`, is rounded to it."""
+
+
+@dataclass
+class DataConfig:
+    train: str = ""
+    """JSONL, Parquet or a folder, or OWNER/NAME[@REVISION][:[SUBSET/]SPLIT] on the Hugging Face hub; a row has `prompt`
+    and `answer` (RL), `prompt` and `response` (SFT) or `prompt`, `chosen` and `rejected` (DPO, reward models), or is of
+    another format (docs/data.md, docs/supervised.md). Several:
+    `a.jsonl,b.parquet`; with their shares of the prompts: `a.jsonl:0.7,b.parquet:0.3`."""
+    eval: str = ""
+    """Held-out prompts, given as for `train` but without shares; every evaluation asks all of them. Empty: no
+    evaluation."""
+    max_prompt_tokens: int = key(1024, at_least=1)
+    """Longer prompts are skipped and counted."""
+    unusable_rows: str = key("refuse", choices=("refuse", "skip"))
+    """What becomes of a row without a prompt, or without an answer that the reward function can use: the run does not
+    start, or the row is left out and counted (docs/data.md)."""
+    allow_overlap: bool = False
+    """Begin a run although prompts of `eval` are in `train` too."""
+
+
+@dataclass
+class MachineConfig:
+    slots: int = key(0, at_least=0)
+    """GPUs (or CPU cores) for both pools; 0: all that this machine has."""
+    shared: bool = False
+    """Trainer ranks and engines take the same slots, at most one rank of each on a slot, instead of slots of their own:
+    for one GPU, or a few. On GPUs the launcher divides the memory between them (docs/launching.md)."""
+    device: str = key("auto", choices=("auto", "cpu", "cuda"))
+    """What trainers and engines compute on; `auto`: GPUs where the machine has some."""
+    host: str = "127.0.0.1"
+    """Address on which controller, engines and rendezvous listen; or a network interface, such as ib0, whose address is
+    looked up on each node; or `auto`: the interface of the default route."""
+    peer_timeout_s: float = key(600.0, above=0)
+    """Longest wait for another process of the run to answer, join or make progress; then the run ends with an error
+    that names it."""
+    silence_s: float = key(180.0, at_least=30)
+    """A node (or MPI slot) that says nothing for so long is lost. Shorter than this may be a file server or a network
+    that changes over to its spare."""
+    gather_s: float = key(600.0, above=0)
+    """Longest wait for all nodes (or MPI slots) of a job to answer at its start; then a Slurm job is queued again."""
+    lease_s: float = key(90.0, at_least=5)
+    """A run whose launcher lives cannot be started again. One whose launcher may be gone with its machine can, once its
+    heartbeat in the run folder has stood still for so many seconds; longer than a file server's failover."""
+    check_versions: bool = True
+    """Refuse to start with other versions of torch, megatron-core, vLLM and TransformerEngine than those that this code
+    was written for (areal_megatron/run/extras.py)."""
+
+    @property
+    def ask_again_s(self) -> float:
+        """How long a trainer's request may wait before it is told to ask again, well before it gives up."""
+        return min(5.0, self.peer_timeout_s / 4)
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether processes on this machine compute on its CPU; looks for NVIDIA's driver where `device` is auto."""
+        return self.device == "cpu" or (self.device == "auto" and not Path("/dev/nvidiactl").exists())
+
+
+@dataclass
+class TrainerConfig:
+    tp: int = key(1, at_least=1)
+    """Tensor-parallel size."""
+    cp: int = key(1, at_least=1)
+    """Context-parallel size: ranks that divide the tokens of a micro-batch, for answers too long for one rank."""
+    pp: int = key(1, at_least=1)
+    """Pipeline stages."""
+    dp: int = key(1, at_least=1)
+    """Data-parallel replicas."""
+    ep: int = key(1, at_least=1)
+    """Expert-parallel size: ranks that share the experts of a model with experts; divides tp · cp · dp / etp."""
+    etp: int = key(0, at_least=0)
+    """Tensor-parallel size of the experts; 0: as tp."""
+    vpp: int = key(1, at_least=1)
+    """Virtual pipeline stages of each rank: smaller bubbles, more messages."""
+    recompute: str = key("auto", choices=("auto", "none", "elementwise", "mlp", "full"))
+    """What the backward pass computes again instead of keeping it: nothing; norms and the MLP's activation function
+    (`elementwise`); these and the product before that function (`mlp`); whole layers (`full`). `auto`: what costs the
+    fewest FLOPs within the memory of the GPUs, as the launcher decides; nothing on CPU (docs/launching.md)."""
+    recompute_layers: int = key(0, at_least=0)
+    """So many layers of each virtual pipeline stage, the first ones, are recomputed as `recompute` says, the others as
+    the next smaller of its values says: mlp, elementwise, none. 0: all layers alike."""
+    attention: str = key("auto", choices=("auto", "fa2", "fa3", "fa4"))
+    """FlashAttention on GPUs: the version named, or `auto`: the fastest that is installed and works
+    (docs/hardware.md)."""
+    expert_dispatch: str = key("alltoall", choices=("alltoall", "flex"))
+    """How tokens reach experts of other ranks: by NCCL; or `flex`, by DeepEP, which sends a token to each node at most
+    once (docs/hardware.md)."""
+    microbatch_tokens: int = key(32768, at_least=1)
+    """Most tokens of a packed micro-batch, over all of its cp ranks; a longer trajectory gets one of its own."""
+    share_prompts: bool = True
+    """Compute the prompt of a group once for all its answers in a micro-batch, where that saves enough
+    (docs/packing.md). What is trained is the same without it."""
+    megatron: dict[str, Any] = field(default_factory=dict)
+    """Fields of megatron-core's TransformerConfig, by its own names (docs/options.md)."""
+
+    @property
+    def recompute_modules(self) -> tuple[str, ...]:
+        """What megatron-core recomputes of each layer, as `megatron` asks."""
+        if not self.megatron.get("recompute_granularity"):
+            return ()
+        return tuple(self.megatron.get("recompute_modules") or ("core_attn",))  # megatron-core's default
+
+    @property
+    def microbatch_multiple(self) -> int:
+        """Micro-batches come in multiples of this: virtual stages take as many at a time as there are stages."""
+        return self.pp if self.vpp > 1 else 1
+
+    def recomputed(self, layers: int) -> list[str]:
+        """Returns what is recomputed of each of the `layers` layers of a virtual stage: none, elementwise, mlp or full;
+        none while `auto` is undecided."""
+        most = "none" if self.recompute == "auto" else self.recompute
+        less = {"full": "mlp", "mlp": "elementwise"}.get(most, "none")
+        count = min(self.recompute_layers or layers, layers)
+        return [most] * count + [less] * (layers - count)
+
+
+@dataclass
+class OptimizerConfig:
+    """AdamW."""
+
+    lr: float = key(2e-5, at_least=0)
+    """Learning rate after the warm-up."""
+    schedule: str = key("constant", choices=("constant", "cosine", "linear"))
+    """How the learning rate goes on after the warm-up; cosine and linear end at 0."""
+    warmup_steps: int = key(20, at_least=0)
+    """First optimizer steps of the run, over which the learning rate rises from 0; by default no more than a tenth of
+    all steps."""
+    weight_decay: float = key(0.05, at_least=0)
+    """Decay of the weights, which AdamW takes apart from the gradient."""
+    beta1: float = key(0.9, at_least=0, below=1)
+    """Decay of the mean of gradients, β₁."""
+    beta2: float = key(0.95, at_least=0, below=1)
+    """Decay of the mean of squared gradients, β₂."""
+    eps: float = key(1e-5, above=0)
+    """Added to the root of that mean, ε."""
+    clip_grad: float = key(1.0, at_least=0)
+    """Largest norm of the gradient; 0: not clipped."""
+    on_host: bool = False
+    """Main parameters and moments are in the memory of the hosts, whose cores make the steps: slower, for GPUs that
+    have no room for 12 bytes a parameter (docs/launching.md)."""
+
+
+@dataclass
+class CorrectionConfig:
+    """What is done about importance weights w = π_prox/π_behav far from 1; 0 switches a correction off. All that are on
+    are applied (docs/algorithms.md)."""
+
+    truncate: float = key(5.0, at_least=0)
+    """w is capped at this."""
+    product_truncate: float = key(0.0, at_least=0)
+    """w becomes the product of w over the trajectory's tokens, capped at this, for each of them."""
+    mask_low: float = key(0.0, at_least=0, below=1)
+    """Tokens with w below this are masked."""
+    mask_high: float = key(0.0, at_least=0)
+    """Tokens with w above this are masked."""
+    sequence_mask_low: float = key(0.0, at_least=0, below=1)
+    """Trajectories whose geometric mean of w is below this are masked."""
+    sequence_mask_high: float = key(0.0, at_least=0)
+    """Trajectories whose geometric mean of w is above this are masked."""
+    product_mask_low: float = key(0.0, at_least=0, below=1)
+    """Trajectories whose product of w is below this are masked."""
+    product_mask_high: float = key(0.0, at_least=0)
+    """Trajectories whose product of w is above this are masked."""
+    negative_mask: float = key(0.0, at_least=0)
+    """Tokens with a negative advantage are masked in trajectories whose mean of log π_behav/π_θ is above this."""
+    m2po: float = key(0.0, at_least=0)
+    """Tokens with the largest (log w)² of a mini-batch are masked until the mean of the others is at most this."""
+
+    @property
+    def bounds(self) -> dict[str, float]:
+        """Name → bound of each correction that is on."""
+        return {name: bound for name, bound in asdict(self).items() if bound}
+
+
+@dataclass
+class PenaltyConfig:
+    """What is added to the policy loss of every trained token (docs/algorithms.md)."""
+
+    entropy: float = key(0.0, at_least=0)
+    """Coefficient of the entropy bonus."""
+    kl: float = key(0.0, at_least=0)
+    """Coefficient of the KL divergence from the weights of model.path, which the trainers then keep a copy of."""
+    kl_form: str = key("k2", choices=("k1", "k2", "k3"))
+    """Estimator of that divergence, after Schulman; k1 is subtracted from the advantages."""
+    kl_model: str = ""
+    """Hugging Face directory, or name on the hub, of another model that the divergence is from: a teacher, of any size,
+    with the tokenizer of model.path (docs/algorithms.md, "Distillation"). Empty: model.path."""
+    kl_weighted: bool = True
+    """k2 and k3 are times π_θ/π_behav, up to ppo.correction.truncate, since older policies sampled the tokens."""
+    kl_cov: float = key(0.0, at_least=0)
+    """Coefficient of |log π_θ/π_prox| of the tokens by which entropy falls most (KL-Cov)."""
+    kl_cov_share: float = key(0.002, above=0, at_most=1)
+    """How many they are, as a share of a mini-batch's tokens."""
+
+    @property
+    def coefficients(self) -> dict[str, float]:
+        """Name (`entropy`, `kl_k1`, `kl_k2`, `kl_k3`, `kl_cov`) → coefficient of each penalty that is on."""
+        named = {"entropy": self.entropy, f"kl_{self.kl_form}": self.kl, "kl_cov": self.kl_cov}
+        return {name: coefficient for name, coefficient in named.items() if coefficient}
+
+
+@dataclass
+class CriticConfig:
+    """A value model with an optimizer of its own (docs/algorithms.md)."""
+
+    lr: float = key(0.0, at_least=0)
+    """The critic's learning rate; 0: no critic."""
+    gamma: float = key(1.0, above=0, at_most=1)
+    """Discount of rewards, γ."""
+    gae_lambda: float = key(1.0, at_least=0, at_most=1)
+    """λ of generalised advantage estimation."""
+    clip: float = key(0.0, at_least=0)
+    """A value gains nothing from moving by more than this in one update; 0: not clipped."""
+    warmup: int = key(0, at_least=0)
+    """First updates of the run, in which the critic alone is trained."""
+
+
+@dataclass
+class PPOConfig:
+    objective: str = key("decoupled", choices=("decoupled", "naive", "loglinear"))
+    """`naive`: the behaviour policy is the proximal policy (paper, Table 2); `loglinear`: the proximal policy is
+    interpolated between the behaviour and the current one by their versions, which saves a forward pass."""
+    minibatches: int = key(4, at_least=1)
+    """Optimizer steps per batch."""
+    algorithm: str = key("ppo", choices=tuple(PUBLISHED))
+    """Advantage, loss and mean (docs/algorithms.md). The clip and the rewards that it is published with are the
+    defaults of clip_low, clip_high, reward.wrong and reward.right."""
+    clip_low: float = key(0.2, above=0, at_most=1)
+    """The ratio π_θ/π_prox is clipped at 1 − clip_low from below. Default: the algorithm's."""
+    clip_high: float = key(0.2, above=0)
+    """… and at 1 + clip_high from above. Default: the algorithm's."""
+    dual_clip: float = key(0.0, at_least=0)
+    """Where the advantage is negative, the ratio counts as this at most, such as 3. 0: not bounded there."""
+    sapo_positive: float = key(1.0, above=0)
+    """Temperature of the gate that `sapo` has in place of clipping, for positive advantages."""
+    sapo_negative: float = key(1.05, above=0)
+    """… and for negative ones: the higher, the sooner a ratio away from 1 counts for little."""
+    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
+    rewards: bool = True
+    """Train on rewards. Without them only the penalties are trained, and rewards are logged: with ppo.penalty.kl_model
+    that is distillation."""
+    penalty: PenaltyConfig = field(default_factory=PenaltyConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
+
+    @property
+    def has_reference(self) -> bool:
+        return self.penalty.kl > 0
+
+    @property
+    def has_critic(self) -> bool:
+        return self.critic.lr > 0
+
+
+@dataclass
+class DPOConfig:
+    """Direct preference optimisation (docs/supervised.md); the reference is the model of model.path."""
+
+    beta: float = key(0.1, above=0)
+    """How strongly the policy is kept near the reference."""
+    label_smoothing: float = key(0.0, at_least=0, below=0.5)
+    """Share of the pairs that are taken to be the wrong way round."""
+
+
+@dataclass
+class RolloutConfig:
+    engines: int = key(1, at_least=1)
+    """Engines that the launcher starts. `areal engines` adds others to a running run and drains some."""
+    tp: int = key(1, at_least=1)
+    """Tensor-parallel size of an engine."""
+    expert_parallel: bool = False
+    """The ranks of an engine hold whole experts instead of a part of each; for models with experts, on GPUs."""
+    replay_routes: bool = False
+    """Tokens are trained through the experts that their engine chose (docs/algorithms.md); for models with experts,
+    with engines on GPUs."""
+    group_size: int = key(16, at_least=1)
+    """Answers sampled per prompt (n)."""
+    max_staleness: int = key(8, at_least=0)
+    """η: no trajectory is trained more than this many versions after its admission."""
+    temperature: float = key(1.0, above=0)
+    """Temperature at which answers to train are sampled."""
+    max_new_tokens: int = key(27648, at_least=1)
+    """Most tokens of an answer; of a trajectory of several turns, most tokens after its prompt."""
+    max_running: int = key(256, at_least=1)
+    """Most requests that one engine decodes at the same time."""
+    silence_s: float = key(180.0, above=0)
+    """Longest time that an engine's server may take to tell how busy it is; then the engine is lost and started
+    again."""
+    start_timeout_s: float = key(1800.0, above=0)
+    """Longest time for engines to load their model and serve: at the launch, and when all were lost."""
+    first_weights: str = key("auto", choices=("auto", "model", "trainers"))
+    """Where the weights come from with which an engine begins. `model`: it reads model.path; `trainers`: it reads none
+    and is asked nothing until the first version that they publish has arrived; `auto`: `trainers` on GPUs, `model` on
+    CPU."""
+    kv_policy: str = key("recompute", choices=("recompute", "keep"))
+    """What becomes of running requests at a weight update: their KV cache is recomputed under the new weights, or
+    kept."""
+    filter_groups: bool = False
+    """Leave groups out of training whose trained answers all have the same score, or whose share of correct answers is
+    outside of min_pass_rate to max_pass_rate (DAPO's dynamic sampling, docs/data.md)."""
+    min_pass_rate: float = key(0.0, at_least=0, at_most=1)
+    """With filter_groups: groups with a smaller share of right answers are left out …"""
+    max_pass_rate: float = key(1.0, at_least=0, at_most=1)
+    """… and so are those with a larger one."""
+    draw_min_pass_rate: float = key(0.0, at_least=0, at_most=1)
+    """Prompts whose known pass rate is below this are not drawn …"""
+    draw_max_pass_rate: float = key(1.0, at_least=0, at_most=1)
+    """… and neither are those above this."""
+    remeasure_after: int = key(100, at_least=1)
+    """A pass rate is forgotten after so many versions, and its prompt drawn again."""
+    easiest_first: bool = False
+    """Draw the prompts of each epoch in the order of their rows' `pass_rate`, the highest first."""
+    dump: bool = False
+    """Keep every trained trajectory in the run folder (docs/trajectories.md)."""
+    dump_gb: float = key(0.0, at_least=0)
+    """Most that the kept trajectories may take of the disk, in 10⁹ bytes; later batches are not kept. 0: no bound."""
+    workflow: str = "single_turn"
+    """How a prompt becomes a trajectory: `single_turn`, `multi_turn`, `tool_use`, or the import path
+    `package.module:function` of yours (docs/workflows.md)."""
+    turns: int = key(1, at_least=1)
+    """Most answers of the model in one trajectory."""
+    workflow_timeout_s: float = key(600.0, above=0)
+    """Longest time that a workflow may neither ask the model nor end."""
+    workflow_environment: str = ""
+    """Environment variables of the controller that agents in processes of their own get, beside the few that programs
+    need: `NAME,NAME` (docs/workflows.md)."""
+    vllm: dict[str, Any] = field(default_factory=dict)
+    """Options of vLLM's command line for the engines, by its own names with underscores (docs/options.md)."""
+
+    @property
+    def agent_variables(self) -> list[str]:
+        """The names in workflow_environment."""
+        return [name.strip() for name in self.workflow_environment.split(",") if name.strip()]
+
+
+@dataclass
+class ReshardConfig:
+    update: str = key("auto", choices=("auto", "full", "delta"))
+    """What engines are sent: all weights; what has changed since the version that they have, where it is known and
+    less; or, with `auto`, of each message what takes less time by what was measured (docs/resharding.md)."""
+    compression: str = key("none", choices=("none", "zstd"))
+    """What changes are compressed with. It halves them, which pays on links below about 10 Gb/s."""
+    staging: str = key("full", choices=("full", "streamed"))
+    """Where an engine receives new weights: into a second copy of its shard, while it generates; or, where that does
+    not fit, into room for one layer, while it is paused."""
+    link: str = key("auto", choices=("auto", "device", "host"))
+    """What weights travel through: the network between the devices themselves, which is NCCL between GPUs; or buffers
+    in the memory of the host and gloo, which is slower but needs no NCCL between trainers and engines. `auto`: `host`
+    where the two share GPUs, else `device`."""
+    check_finite: bool = False
+    """Refuse to publish a weight that is NaN or Inf; costs a pass over the weights for each version."""
+    check_logprobs: bool = True
+    """End the run if an engine gives tokens other log-probabilities than the trainers, by more than model.dtype
+    explains: with the weights that it began with, and after its first update (docs/metrics.md)."""
+    timeout_s: float = key(120.0, above=0)
+    """Longest time for one version to reach an engine. A slower engine keeps its old version, and the next optimizer
+    step waits no longer than this."""
+
+
+@dataclass
+class CheckpointConfig:
+    every: int = key(20, at_least=0)
+    """Updates between checkpoints; the last update is saved too. 0: no checkpoints. Default: 20 (docs/scale.md, "When
+    nodes fail"), and 200 for supervised runs, whose steps take seconds."""
+    keep: int = key(2, at_least=1)
+    """How many of the newest stay; older ones are removed once a newer one is complete."""
+    keep_every: int = key(0, at_least=0)
+    """Checkpoints of versions that are a multiple of this stay for good; 0: none."""
+    hf_every: int = key(0, at_least=0)
+    """Versions between exports to Hugging Face format; 0: none."""
+    timeout_s: float = key(3600.0, above=0)
+    """Longest time for writing one; then the run ends with an error. One that cannot be written is given up."""
+
+
+@dataclass
+class RewardConfig:
+    function: str = "math"
+    """`math`; `choice`; `code`; `model`; the http:// or https:// address of a service; or the import path
+    `package.module:function` of `f(prompt, response, answer) -> float`, or of one that takes a `row` as well
+    (docs/rewards.md)."""
+    model: str = ""
+    """For reward.function=model: the reward model, given as `model.path`, which engines of a pool of their own serve
+    (docs/rewards.md)."""
+    model_engines: int = key(1, at_least=1)
+    """Engines that serve the reward model."""
+    model_tp: int = key(1, at_least=1)
+    """Tensor-parallel size of such an engine."""
+    group_function: str = ""
+    """Adds named terms to the rewards of a group's answers: the import path `package.module:function` of
+    `f(prompt, answer, answers) -> {name: [a number for each]}` (docs/rewards.md). Empty: nothing is added."""
+    workers: int = key(0, at_least=0, at_most=1024)
+    """Processes that score answers, one answer at a time each. 0: a quarter of the cores that the controller may use, 1
+    to 32."""
+    timeout_s: float = key(10.0, above=0)
+    """How long a reward may take, in seconds; after that it has failed."""
+    retry_s: float = key(60.0, at_least=0)
+    """How long a reward that failed is tried again, in seconds, with growing pauses and at least once; then its answer
+    is not trained. Also for episodes whose workflow fails."""
+    failed_share: float = key(0.1, at_least=0, at_most=1)
+    """The run ends when the rewards of more than this share of the last batch_size answers (of ten groups, if those are
+    more) have failed. 1: never."""
+    away_s: float = key(600.0, at_least=0)
+    """How long a service of rewards may be away, in seconds, until the run ends; answers wait for it meanwhile."""
+    wrong: float = key(-5.0, at_least=-1e6, at_most=1e6)
+    """Reward of a wrong answer (score 0). Default: that of ppo.algorithm."""
+    right: float = key(5.0, at_least=-1e6, at_most=1e6)
+    """Reward of a right answer (score 1). Default: that of ppo.algorithm."""
+    truncated: str = key("incorrect", choices=("incorrect", "masked", "scored", "overlong"))
+    """What becomes of an answer cut at max_new_tokens: it counts as wrong, is not trained, or is scored as it is.
+    `overlong`: scored as well, and every answer, cut or not, loses up to half of right − wrong within the last fifth
+    before max_new_tokens."""
+
+    @property
+    def of_model(self) -> bool:
+        """Whether a reward model scores the answers."""
+        return self.function == "model"
+
+    @property
+    def is_own(self) -> bool:
+        """Whether `function` is an import path: neither built in, nor a model, nor a service."""
+        return ":" in self.function and "://" not in self.function
+
+
+@dataclass
+class EvalConfig:
+    """How data.eval is evaluated during a run (docs/evaluation.md); supervised runs know `every` alone."""
+
+    every: int = key(0, at_least=0)
+    """Updates between evaluations; 0: only before the first and after the last."""
+    n: int = key(1, at_least=1)
+    """Answers sampled to each prompt."""
+    temperature: float = key(1.0, at_least=0)
+    """0: the most likely token always, with n=1."""
+    top_p: float = key(1.0, above=0, at_most=1)
+    """Tokens are drawn from the fewest likely ones that have this probability together; 1: from all."""
+    top_k: int = key(0, at_least=0)
+    """Tokens are drawn from so many of the likeliest ones; 0: from all."""
+    share: float = key(0.25, above=0, at_most=1)
+    """Share of rollout.max_running that an evaluation may take of each engine. Prompts to train get the rest; with 1
+    they wait, so that few answers, or none, are of a later version."""
+
+
+@dataclass
+class TrackConfig:
+    to: str = ""
+    """Trackers that show the run's metrics beside TensorBoard: wandb, mlflow, swanlab, trackio; several: `wandb,mlflow`
+    (docs/watching.md). Each is an extra of setup.py."""
+    online: bool = False
+    """Send to the trackers' servers, which needs their keys or addresses in the environment, instead of writing into
+    the run folder, from where it can be sent later."""
+    project: str = "areal_megatron"
+    """The project (MLflow: experiment) that the trackers file the run under."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name.strip() for name in self.to.split(",")) if self.to else ()
+
+
+TRACKERS = ("wandb", "mlflow", "swanlab", "trackio")
+
+
+@dataclass
+class EnvironmentConfig:
+    """One of several kinds of prompts that a run trains on, with what it does otherwise than the rest."""
+
+    name: str = MISSING
+    """How metrics name it: letters, digits, `_`, `-` and `.`."""
+    train: str = MISSING
+    """Its `data.train`, without weights."""
+    eval: str = ""
+    """Its `data.eval`."""
+    share: float = key(0.0, at_least=0)
+    """Share of the prompts that are drawn, relative to the shares of the others; 0, then for all: every row once an
+    epoch."""
+    max_prompt_tokens: int = key(0, at_least=0)
+    """Its `data.max_prompt_tokens`, at most that; 0: that."""
+    max_new_tokens: int = key(0, at_least=0)
+    """Its `rollout.max_new_tokens`, at most that; 0: that."""
+    workflow: str = ""
+    """Its `rollout.workflow`; empty: that."""
+    turns: int = key(0, at_least=0)
+    """Its `rollout.turns`; 0: that, or 1 for one that has a workflow of its own."""
+    reward: str = ""
+    """Its `reward.function`; empty: that."""
+    group_reward: str = ""
+    """Its `reward.group_function`; empty: that."""
+
+
+@dataclass
+class Config:
+    name: str = MISSING
+    """Run folder: runs_dir/name."""
+    runs_dir: str = "runs"
+    """Folder of run folders."""
+    resume: str = ""
+    """`auto`: from the newest complete checkpoint of the run, if there is one; or the path of a checkpoint."""
+    mode: str = key("rl", choices=("rl", "sft", "dpo", "reward_model", "replay"))
+    """`sft`, `dpo`, `reward_model`: supervised training on examples or on pairs of answers (docs/supervised.md).
+    `replay`: the trainers of `rl` without engines; data.train is the folder `trajectories` of another run."""
+    seed: int = 1
+    """Seed of the order of rows and choices, and of what is sampled."""
+    updates: int = key(MISSING, at_least=1)
+    """PPO updates, or optimizer steps of supervised training."""
+    batch_size: int = key(512, at_least=1)
+    """Trajectories of a PPO update (B), or examples or pairs of a supervised step."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    machine: MachineConfig = field(default_factory=MachineConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    ppo: PPOConfig = field(default_factory=PPOConfig)
+    dpo: DPOConfig = field(default_factory=DPOConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    reshard: ReshardConfig = field(default_factory=ReshardConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    track: TrackConfig = field(default_factory=TrackConfig)
+    environments: list[EnvironmentConfig] = field(default_factory=list)
+    """Several in one run, in place of data.train and data.eval (docs/data.md)."""
+
+    def by_environment(self) -> list[Config]:
+        """Returns a config for each of `environments`, as a run with that one alone has it; else this one."""
+        return [self._of(environment) for environment in self.environments] or [self]
+
+    def _of(self, own: EnvironmentConfig) -> Config:
+        data, rollout, reward = self.data, self.rollout, self.reward
+        return replace(
+            self,
+            environments=[],
+            data=replace(
+                data, train=own.train, eval=own.eval, max_prompt_tokens=own.max_prompt_tokens or data.max_prompt_tokens
+            ),
+            rollout=replace(
+                rollout,
+                workflow=own.workflow or rollout.workflow,
+                turns=own.turns or (1 if own.workflow else rollout.turns),
+                max_new_tokens=own.max_new_tokens or rollout.max_new_tokens,
+            ),
+            reward=replace(
+                reward,
+                function=own.reward or reward.function,
+                group_function=own.group_reward or reward.group_function,
+            ),
+        )
+
+    @property
+    def trainer_ranks(self) -> int:
+        return self.trainer.tp * self.trainer.cp * self.trainer.pp * self.trainer.dp
+
+    @property
+    def shares_gpus(self) -> bool:
+        """Whether a trainer rank and an engine rank divide a GPU and its memory."""
+        return self.machine.shared and self.mode == "rl" and not self.machine.is_cpu
+
+    @property
+    def link(self) -> str:
+        """reshard.link, where `auto` is decided: NCCL connects no two processes on one GPU."""
+        return self.reshard.link if self.reshard.link != "auto" else "host" if self.shares_gpus else "device"
+
+    @property
+    def optimizer_steps(self) -> int:
+        """The most steps that the policy's optimizer makes in the run."""
+        return self.updates * (1 if self.is_supervised else self.ppo.minibatches)
+
+    @property
+    def is_supervised(self) -> bool:
+        """Whether the run learns from data alone: it has neither controller nor engines, nor a critic."""
+        return self.mode in ("sft", "dpo", "reward_model")
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether trainers keep a frozen model beside the policy."""
+        return self.ppo.has_reference if not self.is_supervised else self.mode == "dpo"
+
+    @property
+    def has_critic(self) -> bool:
+        return self.ppo.has_critic and not self.is_supervised
+
+    @property
+    def groups_per_batch(self) -> int:
+        return self.batch_size // self.rollout.group_size
+
+    @property
+    def engines_start_empty(self) -> bool:
+        """Whether an engine has no weights of its own to generate with before it has committed a version."""
+        first = self.rollout.first_weights
+        return first == "trainers" or (first == "auto" and not self.machine.is_cpu)
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of the longest prompt and the longest answer together; vLLM's max_model_len."""
+        return self.data.max_prompt_tokens + self.rollout.max_new_tokens
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.runs_dir) / self.name
+
+
+CRITIC_ALGORITHMS = ("ppo", "ppo_sequence")
+"""Algorithms whose baseline may be a critic; that of the others is the group."""
+
+
+def decide_defaults(config: Config, given: Container[str]) -> None:
+    """Sets the keys whose defaults other keys decide, except those in `given` (dotted keys): what ppo.algorithm is
+    published with, a warm-up of no more than a tenth of the run, and how often a supervised run is saved."""
+    defaults: dict[str, Any] = {"checkpoint.every": 200} if config.is_supervised else {}
+    if config.ppo.algorithm in PUBLISHED:
+        defaults |= PUBLISHED[config.ppo.algorithm].defaults
+    defaults["optimizer.warmup_steps"] = min(OptimizerConfig().warmup_steps, max(config.optimizer_steps, 0) // 10)
+    for place, value in defaults.items():
+        if place not in given:
+            section, name = place.split(".")
+            setattr(getattr(config, section), name, value)
+
+
+def config_fields(node: Any, prefix: str = "") -> Iterator[tuple[str, Field, Any]]:
+    """(dotted key, field, value) of every key of a Config, in the order of this file; sections come before their
+    keys."""
+    for f in fields(node):
+        value = getattr(node, f.name)
+        yield prefix + f.name, f, value
+        if is_dataclass(value):
+            yield from config_fields(value, f"{prefix}{f.name}.")
+        for number, entry in enumerate(value if isinstance(value, list) else ()):
+            yield from config_fields(entry, f"{prefix}{f.name}.{number}.")
+
+
+def describe(f: Field) -> str:
+    """The values that a field may have, e.g. "a whole number, at least 1"."""
+    if choices := f.metadata.get("choices"):
+        return f"one of {', '.join(choices)}"
+    kinds = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}
+    kind = kinds.get(f.type, "a section of options")
+    limits = f.metadata.get("limits", {})
+    return ", ".join([kind, *([" and ".join(f"{name} {limit:g}" for name, limit in limits.items())] if limits else [])])

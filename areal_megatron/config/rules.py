@@ -1,0 +1,328 @@
+"""What the values of a config must be, alone and together. Every refusal names a key and says what to set."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Callable
+from dataclasses import Field, fields
+from typing import Any
+
+from areal_megatron.config import passed_through
+from areal_megatron.config.algorithms import PUBLISHED
+from areal_megatron.config.fields import (
+    CRITIC_ALGORITHMS,
+    TRACKERS,
+    Config,
+    ConfigError,
+    CriticConfig,
+    DPOConfig,
+    PPOConfig,
+    RolloutConfig,
+    config_fields,
+    describe,
+)
+from areal_megatron.config.passed_through import Require
+
+
+def check(config: Config, where: Callable[[str], str] = lambda key: key) -> None:
+    """Raises ConfigError for the first value that cannot work; `where(key)` says how to name a key."""
+
+    def require(condition: bool, key: str, problem: str) -> None:
+        if not condition:
+            raise ConfigError(f"{where(key)}: {problem}")
+
+    for name, f, value in config_fields(config):
+        if not _is_allowed(f, value):
+            raise ConfigError(f"{where(name)}: must be {describe(f)}, is {value!r}{_hint(f, value)}")
+    _check_run(config, require)
+    _check_options(config, require)
+    _check_ppo(config, require)
+    _check_environments(config, require)
+    _check_reward_model(config, require)
+    for f in fields(DPOConfig) if config.mode != "dpo" else ():
+        require(_is_default(config.dpo, f.name), f"dpo.{f.name}", "has no meaning without mode=dpo")
+    if config.is_supervised:
+        _check_supervised(config, require)
+    else:
+        _check_batch(config, require)
+
+
+def _is_allowed(f: Field, value: Any) -> bool:
+    holds = {
+        "at least": lambda limit: value >= limit,
+        "above": lambda limit: value > limit,
+        "at most": lambda limit: value <= limit,
+        "below": lambda limit: value < limit,
+    }
+    if isinstance(value, float) and not math.isfinite(value):
+        return False
+    choices = f.metadata.get("choices")
+    return (not choices or value in choices) and all(
+        holds[name](limit) for name, limit in f.metadata.get("limits", {}).items()
+    )
+
+
+def _hint(f: Field, value: Any) -> str:
+    near = difflib.get_close_matches(str(value), f.metadata.get("choices", ()), 1)
+    if f.name == "mode" and value in PUBLISHED:
+        near = [f"rl with ppo.algorithm={value}"]
+    return f", did you mean {near[0]!r}?" if near else ""
+
+
+def _check_run(config: Config, require: Require) -> None:
+    require("/" not in config.name and config.name not in ("", ".", ".."), "name", "must be a plain folder name")
+    require(
+        config.name.isprintable() and config.name == config.name.strip() and not config.name.startswith("-"),
+        "name",
+        "must be one line, and begin neither with a space nor with -, which programs read as an option",
+    )
+    length = len(config.name.encode(errors="surrogatepass"))
+    require(length <= 200, "name", f"must have at most 200 bytes, as names of files, has {length}")
+    require(
+        config.eval.temperature > 0 or config.eval.n == 1,
+        "eval.temperature",
+        f"0 gives the same answer eval.n={config.eval.n} times: set eval.n=1, or a temperature above 0",
+    )
+    require(
+        not config.trainer.recompute_layers or config.trainer.recompute not in ("auto", "none"),
+        "trainer.recompute_layers",
+        f"has no meaning with trainer.recompute={config.trainer.recompute}: set that to elementwise, mlp or full",
+    )
+    for name in config.track.names:
+        near = difflib.get_close_matches(name, TRACKERS, 1)
+        hint = f", did you mean {near[0]!r}?" if near else f"; expected some of {', '.join(TRACKERS)}"
+        require(name in TRACKERS, "track.to", f"{name!r} is no tracker{hint}")
+    require(len(set(config.track.names)) == len(config.track.names), "track.to", "names a tracker twice")
+    require(
+        bool(re.fullmatch(r"[\w.-]{1,100}", config.track.project, re.ASCII)),
+        "track.project",
+        f"must be letters, digits, '.', '_' and '-', is {config.track.project!r}",
+    )
+    require(
+        config.reward.wrong < config.reward.right,
+        "reward.wrong",
+        f"must be below reward.right={config.reward.right:g}, is {config.reward.wrong:g}",
+    )
+
+
+def _check_options(config: Config, require: Require) -> None:
+    trainer, rollout = config.trainer, config.rollout
+    passed_through.check_vllm(rollout.vllm, on_cpu=None, shared=False, require=require)
+    passed_through.check_names(passed_through.MEGATRON, trainer.megatron, passed_through.MEGATRON_OWNED, require)
+    passed_through.check_speculation(rollout.vllm, starts_empty=False, require=require)
+    passed_through.check_balance(trainer.megatron, require)
+    passed_through.check_recomputation(trainer.megatron, trainer.recompute, require)
+
+
+def _check_reward_model(config: Config, require: Require) -> None:
+    reward, wanted = config.reward, any(own.reward.of_model for own in config.by_environment())
+    require(not wanted or reward.model != "", "reward.model", "reward.function=model needs the folder of the model")
+    for name in ("model", "model_engines", "model_tp") if not wanted else ():
+        require(_is_default(reward, name), f"reward.{name}", "has no meaning without reward.function=model")
+    require(
+        not wanted or not config.machine.shared,
+        "machine.shared",
+        "engines of a reward model have slots of their own: set it to false",
+    )
+
+
+def _check_ppo(config: Config, require: Require) -> None:
+    ppo = config.ppo
+    _check_corrections(ppo, require)
+    _check_penalties(ppo, require)
+    require(
+        ppo.dual_clip == 0 or ppo.dual_clip > 1,
+        "ppo.dual_clip",
+        f"must be 0 (off) or above 1, a bound of π_θ/π_prox, is {ppo.dual_clip:g}",
+    )
+    require(
+        ppo.rewards or not config.rollout.filter_groups,
+        "rollout.filter_groups",
+        "leaves out groups by their rewards, which ppo.rewards=false does not train",
+    )
+    require(
+        not ppo.dual_clip or ppo.algorithm not in ("cispo", "sapo"),
+        "ppo.dual_clip",
+        f"would change nothing: ppo.algorithm={ppo.algorithm} bounds the ratio on both sides",
+    )
+    for name in ("sapo_positive", "sapo_negative") if ppo.algorithm != "sapo" else ():
+        require(
+            _is_default(ppo, name),
+            f"ppo.{name}",
+            f"has no meaning with ppo.algorithm={ppo.algorithm}: only sapo has gates",
+        )
+    for name in ("clip_low", "clip_high") if ppo.algorithm == "sapo" else ():
+        require(
+            getattr(ppo, name) == getattr(PUBLISHED["sapo"], name),
+            f"ppo.{name}",
+            "would change nothing: sapo has gates in place of clipping, see ppo.sapo_positive and ppo.sapo_negative",
+        )
+    if ppo.has_critic:
+        require(not config.is_supervised, "ppo.critic.lr", "supervised runs have no critic")
+        require(ppo.rewards, "ppo.critic.lr", "without ppo.rewards there is no return for a critic to learn")
+        require(
+            ppo.algorithm in CRITIC_ALGORITHMS,
+            "ppo.critic.lr",
+            f"ppo.algorithm={ppo.algorithm} has the other answers of the group as its baseline; with a critic set it "
+            f"to {' or '.join(CRITIC_ALGORITHMS)}",
+        )
+        require(
+            ppo.critic.warmup < config.updates,
+            "ppo.critic.warmup",
+            f"{ppo.critic.warmup} leaves the policy none of updates={config.updates}",
+        )
+    else:
+        for f in fields(CriticConfig):
+            require(
+                _is_default(ppo.critic, f.name),
+                f"ppo.critic.{f.name}",
+                "without ppo.critic.lr, the critic's learning rate, there is no critic: set it, e.g. to 1e-5",
+            )
+
+
+def _check_corrections(ppo: PPOConfig, require: Require) -> None:
+    c = ppo.correction
+    for name in ("mask_high", "sequence_mask_high", "product_mask_high"):
+        bound = getattr(c, name)
+        require(
+            bound == 0 or bound > 1,
+            f"ppo.correction.{name}",
+            f"must be 0 (off) or above 1, the weight of a token whose policy has not changed, is {bound:g}",
+        )
+    for name in c.bounds if ppo.objective == "naive" else ():
+        require(
+            name in ("truncate", "negative_mask"),
+            f"ppo.correction.{name}",
+            "would change nothing: with ppo.objective=naive every weight is 1",
+        )
+    require(
+        not c.product_truncate or not c.truncate or c.product_truncate <= c.truncate,
+        "ppo.correction.product_truncate",
+        f"{c.product_truncate:g} is never reached: ppo.correction.truncate={c.truncate:g} caps the same weight; set "
+        "that to 0",
+    )
+    require(
+        ppo.objective != "loglinear" or not c.m2po,
+        "ppo.correction.m2po",
+        "has to know the proximal policy before the loss: it needs ppo.objective=decoupled",
+    )
+
+
+def _check_penalties(ppo: PPOConfig, require: Require) -> None:
+    p = ppo.penalty
+    require(
+        ppo.objective != "loglinear" or not p.kl_cov,
+        "ppo.penalty.kl_cov",
+        "has to know the proximal policy before the loss: it needs ppo.objective=decoupled or naive",
+    )
+    require(
+        p.kl_weighted or (p.kl and p.kl_form != "k1"),
+        "ppo.penalty.kl_weighted",
+        "would change nothing: it is about ppo.penalty.kl with kl_form=k2 or k3"
+        + (", and k1 is a reward" if p.kl else ""),
+    )
+    require(
+        ppo.rewards or bool(p.coefficients),
+        "ppo.rewards",
+        "false leaves the penalties to be trained, and there are none; set ppo.penalty.kl",
+    )
+    for name, needed in (("kl_form", "kl"), ("kl_model", "kl"), ("kl_cov_share", "kl_cov")):
+        require(
+            getattr(p, needed) or _is_default(p, name),
+            f"ppo.penalty.{name}",
+            f"would change nothing without ppo.penalty.{needed}",
+        )
+
+
+def _is_default(section: Any, name: str) -> bool:
+    return getattr(section, name) == type(section).__dataclass_fields__[name].default
+
+
+def _check_supervised(config: Config, require: Require) -> None:
+    require(
+        config.batch_size >= config.trainer.dp,
+        "batch_size",
+        f"{config.batch_size} cannot be split over trainer.dp={config.trainer.dp}",
+    )
+
+
+def _check_batch(config: Config, require: Require) -> None:
+    rollout, minibatches, n = config.rollout, config.ppo.minibatches, config.rollout.group_size
+    require(config.batch_size % n == 0, "batch_size", f"{config.batch_size} is no multiple of rollout.group_size={n}")
+    require(
+        config.batch_size % minibatches == 0,
+        "ppo.minibatches",
+        f"{minibatches} does not divide batch_size={config.batch_size}",
+    )
+    require(
+        config.batch_size // minibatches >= config.trainer.dp,
+        "ppo.minibatches",
+        f"a mini-batch of {config.batch_size // minibatches} trajectories cannot be split over "
+        f"trainer.dp={config.trainer.dp}",
+    )
+    require(
+        n > 1 or config.ppo.algorithm in CRITIC_ALGORITHMS or not config.ppo.rewards,
+        "ppo.algorithm",
+        f"{config.ppo.algorithm} compares the answers to a prompt, and rollout.group_size=1 asks for one: set that to "
+        f"2 or more, or take {' or '.join(CRITIC_ALGORITHMS)}",
+    )
+    require(rollout.max_running >= n, "rollout.max_running", f"cannot hold a group of {n}")
+    for least, most in (("min_pass_rate", "max_pass_rate"), ("draw_min_pass_rate", "draw_max_pass_rate")):
+        low, high = getattr(rollout, least), getattr(rollout, most)
+        require(low <= high, f"rollout.{least}", f"must be at most rollout.{most}={high:g}, is {low:g}")
+    for name, unbounded in (("min_pass_rate", 0), ("max_pass_rate", 1)):
+        require(
+            rollout.filter_groups or getattr(rollout, name) == unbounded,
+            f"rollout.{name}",
+            "filters nothing without rollout.filter_groups=true",
+        )
+    for name in rollout.agent_variables:
+        require(
+            re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name) is not None,
+            "rollout.workflow_environment",
+            f"{name!r} is no name of an environment variable; expected NAME,NAME",
+        )
+    for number, own in enumerate(config.by_environment()):
+        _check_turns(own.rollout, f"environments.{number}.turns" if config.environments else "rollout.turns", require)
+
+
+def _check_turns(rollout: RolloutConfig, key: str, require: Require) -> None:
+    require(
+        rollout.workflow != "single_turn" or rollout.turns == 1,
+        key,
+        f"single_turn has one turn, not {rollout.turns}; workflow=multi_turn has several",
+    )
+    require(
+        rollout.workflow not in ("multi_turn", "tool_use") or rollout.turns > 1,
+        key,
+        f"{rollout.workflow} needs at least 2",
+    )
+
+
+def _check_environments(config: Config, require: Require) -> None:
+    if config.mode == "replay":  # its batches are formed already
+        return
+    environments = config.environments
+    require(not environments or config.mode == "rl", "environments", f"are of mode=rl, not mode={config.mode}")
+    for name in ("train", "eval") if environments else ():
+        require(not getattr(config.data, name), f"data.{name}", f"each of the environments has its own {name}")
+    names = [environment.name for environment in environments]
+    for number, environment in enumerate(environments):
+        place = f"environments.{number}"
+        require(
+            re.fullmatch(r"[\w.-]+", environment.name) is not None,
+            f"{place}.name",
+            f"must have letters, digits, `_`, `-` and `.` alone, is {environment.name!r}",
+        )
+        require(names.index(environment.name) == number, f"{place}.name", f"{environment.name!r} is there already")
+        require(bool(environment.train), f"{place}.train", "must not be empty")
+        require(
+            bool(environment.share) == bool(environments[0].share),
+            f"{place}.share",
+            "give all environments a share, or none",
+        )
+        for name, section in (("max_prompt_tokens", config.data), ("max_new_tokens", config.rollout)):
+            most, own = getattr(section, name), getattr(environment, name)
+            require(own <= most, f"{place}.{name}", f"must be at most that of the run, {most}, is {own}")

@@ -1,0 +1,128 @@
+"""`areal plan --best`: the options of the search for the fastest sizes, and what it has found as YAML to paste."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from typing import Any
+
+from areal_megatron.config import Config, ConfigError
+from areal_megatron.model_check import trained_config
+from areal_megatron.planning.forecast.accelerators import accelerator
+from areal_megatron.planning.forecast.layouts import Cluster
+from areal_megatron.planning.forecast.search import Found, Proposal, Search, SearchBounds
+from areal_megatron.planning.length_options import add_lengths, given_lengths
+from areal_megatron.planning.memory import plan_memory
+from areal_megatron.planning.memory.parts import GIB
+from areal_megatron.planning.sizes import Sizes
+
+PROPOSED = 4
+"""Proposals that are printed."""
+_ALWAYS = {
+    "trainer": ("tp", "pp", "dp"),
+    "rollout": ("engines", "tp", "max_staleness", "max_running"),
+    "reshard": (),
+    "checkpoint": (),
+}
+_IF_CHANGED = {"trainer": ("cp", "vpp", "ep", "etp"), "rollout": (), "reshard": ("staging",), "checkpoint": ("every",)}
+"""Keys that are written if they differ from the default, or from what the config has."""
+_NEEDS_BEST = ("gpu", "max_staleness", "mtbf_hours", "median", "lengths_of")
+
+
+def add_best(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--best", action="store_true", help="search the sizes with which the run is fastest")
+    parser.add_argument("--gpu", help="with --best: a100, h100, h800, h200, b200, or a JSON file with its rates")
+    parser.add_argument("--max-staleness", type=int, metavar="N", help="largest rollout.max_staleness; the config's")
+    parser.add_argument(
+        "--mtbf-hours", type=float, metavar="H", help="mean time between failures of a node: chooses checkpoint.every"
+    )
+    add_lengths(parser)
+
+
+def check_alone(options: argparse.Namespace) -> None:
+    """Raises ConfigError for options that say something to the search alone, without --best."""
+    for name in _NEEDS_BEST if not options.best else ():
+        if getattr(options, name) is not None:
+            raise ConfigError(f"--{name.replace('_', '-')}: has no meaning without --best")
+
+
+def search(config: Config, sizes: Sizes, options: argparse.Namespace) -> tuple[Sizes, Found]:
+    """Returns the sizes of the cluster, with the memory of its GPUs, and what fits it best. Raises ConfigError for
+    GPUs that are not known, and if nothing fits."""
+    if options.gpu is None:
+        raise ConfigError("--best: say which GPUs, --gpu h100 for example")
+    gpu = accelerator(options.gpu)
+    sizes = replace(sizes, gpu_gib=sizes.gpu_gib or gpu.gib)
+    quarter = config.rollout.max_new_tokens / 4
+    lengths = given_lengths(options, config, quarter)
+    if options.median is None and not options.lengths_of:
+        print(
+            f"# answers: median {quarter:,.0f} tokens, a quarter of rollout.max_new_tokens, unless --median or "
+            "--lengths-of says otherwise"
+        )
+    nodes = sizes.place(config)
+    most = options.max_staleness if options.max_staleness is not None else config.rollout.max_staleness
+    mtbf_s = 3600 * (options.mtbf_hours if options.mtbf_hours is not None else float("inf"))
+    cluster = Cluster(len(nodes), len(nodes[0].slots), sizes.gpu_gib)
+    print(f"searching for {cluster.size} GPUs; this may take a minute", file=sys.stderr)
+    return sizes, Search(config, nodes, cluster, gpu, lengths, SearchBounds(most, mtbf_s)).best(PROPOSED)
+
+
+def text(config: Config, found: Found, gib: float) -> str:
+    """Returns the proposals as YAML, each below comments with what it would be like; then the config's own sizes."""
+    lines = []
+    for number, each in enumerate(found.proposals, 1):
+        lines += [*_described(str(number), each, gib), *yaml_lines(each.config, config), ""]
+    if found.own:
+        lines += _described("as it is", found.own, gib)
+    else:
+        lines.append(f"# as it is: not on this cluster: {found.own_problem}")
+    return "\n".join(lines)
+
+
+def yaml_lines(proposed: Config, config: Config) -> Iterator[str]:
+    """Yields a line for each section of `config` with the keys that make it the proposed one."""
+    defaults = Config()
+    for section, always in _ALWAYS.items():
+        values = {}
+        for key in (*always, *_IF_CHANGED[section]):
+            value, before, default = (getattr(getattr(each, section), key) for each in (proposed, config, defaults))
+            if key in always or value != before or value != default:
+                values[key] = value
+        if values:
+            yield f"{section}: {{{', '.join(f'{key}: {value}' for key, value in values.items())}}}"
+
+
+def report(found: Found) -> dict[str, Any]:
+    """Returns what --json adds: the figures of each proposal and its sizes by section."""
+    return {"proposals": [_figures(each) for each in found.proposals], "own": found.own and _figures(found.own)}
+
+
+def _figures(each: Proposal) -> dict[str, Any]:
+    run, keys = each.run, {section: (*own, *_IF_CHANGED[section]) for section, own in _ALWAYS.items()}
+    return {
+        "tokens_per_s": run.tokens_per_s,
+        "update_s": each.update_s,
+        "hours": each.hours,
+        "trainer_idle": each.trainer_idle,
+        "engine_idle": 1 - run.engine_busy,
+        "binds": each.binds,
+        "least_s": asdict(each.candidate.pace),
+        "sizes": {
+            section: {key: getattr(getattr(each.config, section), key) for key in own} for section, own in keys.items()
+        },
+    }
+
+
+def _described(name: str, each: Proposal, gib: float) -> list[str]:
+    run, config = each.run, each.config
+    memory, r = plan_memory(config, trained_config(config), gib), config.rollout
+    return [
+        f"# {name}: {run.tokens_per_s:,.0f} tokens/s, an update in {each.update_s:,.1f} s, {each.hours:,.1f} h for "
+        f"{config.updates} updates; {each.binds} binds",
+        f"# trainers: {config.trainer_ranks} GPUs, {memory.trainer.total / GIB:.2f} of {gib:g} GiB, idle "
+        f"{each.trainer_idle:.0%}; engines: {r.engines} × {r.tp} GPUs, {memory.engine.of('KV cache') / GIB:.2f} GiB "
+        f"for KV, idle {1 - run.engine_busy:.0%}",
+    ]

@@ -1,0 +1,135 @@
+"""What a rank of an engine holds, in bytes: pure formulas over vLLM's layout."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from areal_megatron.config import Config
+from areal_megatron.engine import kv_cache
+from areal_megatron.engine.kv_cache import batched_tokens
+from areal_megatron.models.architecture import architecture
+from areal_megatron.models.dtypes import ITEMSIZE
+from areal_megatron.models.logits import BYTES, SCORED_TOKENS
+from areal_megatron.models.pattern import numbers, taken_numbers
+from areal_megatron.planning.memory.parts import COMMUNICATOR, CONTEXT, MemoryPart, RankMemory, communicator_bytes
+from areal_megatron.planning.memory.traffic import weight_traffic
+from areal_megatron.reshard import engine_layout
+from areal_megatron.reshard.boxes import Layout
+from areal_megatron.reshard.engine_layout import EngineSizes
+from areal_megatron.reshard.plan import largest_bucket
+from areal_megatron.reshard.session import ROOM
+
+UTILIZATION = 0.92
+"""The share of a GPU's memory that vLLM takes (its default gpu_memory_utilization)."""
+GENERATIONS = 2
+"""Communicators of a link that an engine rank may have at a time: NCCL may still be ending the one of a generation that
+failed while the next one is made."""
+
+
+def engine_memory(
+    config: Config, hf_config: Mapping[str, Any], available: int, on_cuda: bool, taken: int = 0
+) -> RankMemory:
+    """Returns the memory of the fullest rank of an engine.
+
+    On CUDA the KV cache is what is left of the `available` bytes of a GPU (0: unknown), of which a trainer rank has
+    `taken` some; it may be negative. On CPU it is what the requests need on a machine with that many bytes. Raises
+    ConfigError where the sizes do not fit the model.
+    """
+    sizes, element = EngineSizes.of(config.rollout), ITEMSIZE[config.model.dtype]
+    layout = max((engine_layout.layout(hf_config, sizes, rank) for rank in range(sizes.ranks)), key=_elements)
+    staged = _staging(layout, element, config, on_cuda)
+    described = f"{_elements(layout) / 1e9:,.2f} billion in {config.model.dtype}"
+    parts = [
+        MemoryPart("weights", sum(_sizes(layout, element).values()), described),
+        MemoryPart("staging", staged, f"reshard.staging={config.reshard.staging}"),
+    ]
+    if on_cuda:
+        tokens = batched_tokens(config)
+        peers, own = weight_traffic(config, hf_config).sources, COMMUNICATOR * (sizes.ranks > 1)
+        note = f"a communicator with {peers} of the trainers, and the one that takes its place; an allowance"
+        parts += [
+            MemoryPart("draft model", _draft_weights(config), "its files, over its tensor-parallel ranks"),
+            MemoryPart("a forward pass", _forward(config, hf_config), f"{tokens:,} tokens, an estimate"),
+            MemoryPart("CUDA, graphs and NCCL", 2 * CONTEXT + own, "an allowance"),
+            MemoryPart("link", communicator_bytes([peers] * GENERATIONS * (config.link == "device")), note),
+        ]
+        left = int(utilization(config) * available) - taken - sum(part.bytes for part in parts)
+        size = kv_cache.given_bytes(config, hf_config, on_cuda=True) or left
+    else:
+        size = kv_cache.cpu_bytes(config, hf_config, available)
+    if available:
+        parts.append(MemoryPart("KV cache", size, _kv_note(config, hf_config, size, on_cuda)))
+    return RankMemory("engine rank", tuple(part for part in parts if part.bytes))
+
+
+def given_size(config: Config) -> str:
+    """Returns the option of vLLM that gives the size of the KV cache; "" if none does."""
+    return next((name for name in kv_cache.SIZES if config.rollout.vllm.get(name)), "")
+
+
+def utilization(config: Config) -> float:
+    """Returns the share of a GPU's memory that an engine may take."""
+    return config.rollout.vllm.get("gpu_memory_utilization") or UTILIZATION
+
+
+def kv_tokens(config: Config, hf_config: Mapping[str, Any], size: int, on_cuda: bool) -> int:
+    """Returns how many tokens' keys and values fit into `size` bytes of a rank, in whole blocks."""
+    block = kv_cache.block_tokens(config, hf_config, on_cuda)
+    return max(size, 0) // (kv_cache.bytes_per_token(config, hf_config) * block) * block
+
+
+def _kv_note(config: Config, hf_config: Mapping[str, Any], size: int, on_cuda: bool) -> str:
+    tokens, longest = kv_tokens(config, hf_config, size, on_cuda), config.longest_sequence
+    return (
+        f"{tokens:,} tokens: {tokens / longest:,.1f} answers of {longest:,} at a time, "
+        f"or rollout.max_running={config.rollout.max_running} of {tokens // config.rollout.max_running:,}"
+    )
+
+
+def _staging(layout: Layout, element: int, config: Config, on_cuda: bool) -> int:
+    """The bytes that reshard/staging.py reserves: a second copy of the shard, or, if `streamed`, room for its largest
+    layer, for two buckets and for changes."""
+    sizes = _sizes(layout, element)
+    everything = sum(sizes.values())
+    if config.reshard.staging != "streamed":
+        return everything
+    changes = int(everything * ROOM) if config.reshard.update != "full" else 0
+    units: Counter[int | str] = Counter()
+    for name, size in sizes.items():
+        if not numbers(name):
+            units[name] += size
+        else:
+            (layers, *_), (count, *_) = taken_numbers(name), layout.held[name]
+            units.update(dict.fromkeys(layers[:count], size // count))
+    return min(everything, max(*units.values(), 2 * largest_bucket(on_cuda) * element, changes))
+
+
+def _sizes(layout: Layout, element: int) -> dict[str, int]:
+    """Parameter → its bytes, with `element` bytes in an element of the model's dtype."""
+    own = {name: ITEMSIZE[dtype] for name, dtype in layout.dtypes.items()}
+    return {name: prod(shape) * own.get(name, element) for name, shape in layout.held.items()}
+
+
+def _draft_weights(config: Config) -> int:
+    model, tp = kv_cache.draft(config)
+    return sum(file.stat().st_size for file in Path(model).glob("*.safetensors")) // tp if model else 0
+
+
+def _elements(layout: Layout) -> int:
+    return sum(map(prod, layout.held.values()))
+
+
+def _forward(config: Config, hf_config: Mapping[str, Any]) -> int:
+    """Bytes of the residual stream, of a module's input and output, of the widest inner activations, and of three rows
+    of float32 for each running request, or each scored token of a prompt: vLLM's sampler keeps logits,
+    log-probabilities and probabilities."""
+    d, tp, element = architecture(hf_config).dimensions, config.rollout.tp, ITEMSIZE[config.model.dtype]
+    chosen = hf_config["num_experts_per_tok"] if d.experts else 0
+    experts = chosen * (d.hidden + 3 * d.expert_ffn / tp) + 3 * d.shared_ffn / tp
+    inner = max(3 * d.ffn / tp, (d.query + 2 * d.key_value) / tp, experts)
+    rows = max(config.rollout.max_running, SCORED_TOKENS)
+    return round(batched_tokens(config) * element * (3 * d.hidden + inner) + BYTES * rows * d.vocabulary)

@@ -1,0 +1,180 @@
+"""Plans a run without starting it: `areal plan CONFIG [key=value …] --nodes 48 --gpus 8`.
+
+Prints which process gets which slots, the memory of the fullest ranks and the size of a checkpoint. All it needs of the
+model is config.json, which it fetches if model.path names a model on the hub. Exit code 2 if the run cannot work, with
+one line that says what to change. With --best it first searches the sizes with which the run is fastest on the cluster
+(docs/scale.md), and plans those. Imports neither torch nor vllm, and so works on a laptop or a login node.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from areal_megatron.config import Config, ConfigError, config_file
+from areal_megatron.config.algorithms import PUBLISHED
+from areal_megatron.hub import hub
+from areal_megatron.model_check import check_model, trained_config
+from areal_megatron.planning.best import add_best, check_alone, report, search, text
+from areal_megatron.planning.memory import MemoryPlan, plan_memory
+from areal_megatron.planning.memory.parts import GIB
+from areal_megatron.planning.option_check import check_for_device, check_options, uncounted
+from areal_megatron.planning.pools import Node, Placement, allocate
+from areal_megatron.planning.sizes import Sizes, add_sizes
+from areal_megatron.process.files import write_json
+from areal_megatron.process.shown import guard
+from areal_megatron.reward import function
+from areal_megatron.run.arguments import Parser
+from areal_megatron.workflows import workflow
+
+
+@dataclass(frozen=True)
+class ClusterPlan:
+    placement: Placement
+    memory: MemoryPlan
+    warnings: Sequence[str] = ()
+    """A line each on what works, but slowly or badly."""
+
+    def table(self) -> str:
+        lines = [self.placement.table(), "", self.memory.table()]
+        most = max(Counter(rank.node for rank in self.placement.pool("trainer")).values())
+        on_host = {"optimizer.on_host": self.memory.host}
+        if self.memory.gpu_gib:  # otherwise it is a part of a trainer rank's memory
+            on_host["reshard.update"] = self.memory.published
+        lines += [
+            f"{key}: {size / GIB:,.2f} GiB of the host's memory for a trainer rank, {most * size / GIB:,.2f} for the "
+            f"{most} of a node"
+            for key, size in on_host.items()
+            if size
+        ]
+        return "\n".join(lines)
+
+    def report(self) -> dict[str, Any]:
+        """Returns what `--json` writes; sizes in bytes."""
+        engines = self.placement.pool("rollout")
+        return {
+            "nodes": len(self.placement.nodes),
+            "trainer_ranks": len(self.placement.pool("trainer")),
+            "engines": len(engines),
+            **self.memory.report(),
+        }
+
+
+def plan(
+    config: Config,
+    nodes: Sequence[Node],
+    rollout_nodes: Sequence[Node] = (),
+    *,
+    gpu_gib: float = 0,
+    weights: bool = True,
+) -> ClusterPlan:
+    """Returns what runs where and how much memory it takes, for a config whose machine.device is decided.
+
+    `rollout_nodes`: nodes of the engines alone; without them both pools share `nodes`. `gpu_gib`: memory of a GPU in
+    GiB; 0 if unknown. `weights`: whether the model's weights must exist too. Raises ConfigError for whatever cannot
+    work.
+    """
+    for own in config.by_environment() if config.mode == "rl" else ():
+        function.check_name(own.reward.function)
+        workflow.check_name(own.rollout.workflow)
+    placement = allocate(config, nodes, rollout_nodes)
+    _check_parts(config, placement)
+    _check_link(config)
+    check_model(config, weights)
+    check_for_device(config)
+    said = (_spread(config, placement), _sudden_steps(config), _unusual_clip(config), *uncounted(config))
+    memory = plan_memory(config, trained_config(config), gpu_gib)
+    return ClusterPlan(placement, memory, [line for line in said if line])
+
+
+def _sudden_steps(config: Config) -> str:
+    o = config.optimizer
+    if config.is_supervised or o.lr <= 5e-6 or o.eps >= 1e-6:
+        return ""
+    return (
+        f"optimizer.lr: with optimizer.eps={o.eps:g} each step moves every weight by nearly the whole rate of "
+        f"{o.lr:g}, however small its gradient: such rates go with eps=1e-5, and eps=1e-8 with 1e-6 to 5e-6"
+    )
+
+
+def _unusual_clip(config: Config) -> str:
+    """Clips are of the size of an algorithm's ratios: those of whole sequences are hundreds of times nearer to 1."""
+    algorithm = config.ppo.algorithm
+    for name in ("clip_low", "clip_high") if not config.is_supervised else ():
+        value, published = getattr(config.ppo, name), getattr(PUBLISHED[algorithm], name)
+        if value < 1 and not 0.1 <= value / published <= 10:
+            return f"ppo.{name}: {value:g}, where {algorithm} is published with {published:g}, its default"
+    return ""
+
+
+def _spread(config: Config, placement: Placement) -> str:
+    t = config.trainer
+    ranks, size = placement.pool("trainer"), t.tp * t.cp
+    nodes = max(len({rank.node for rank in ranks[first : first + size]}) for first in range(0, len(ranks), size))
+    if t.cp == 1 or nodes == 1:
+        return ""
+    return (
+        f"trainer.cp: the {size} ranks of tp={t.tp} × cp={t.cp} are on {nodes} nodes, and exchange keys and values "
+        "over the network in every layer, twice; ranks of one node do so faster"
+    )
+
+
+def _check_parts(config: Config, placement: Placement) -> None:
+    for engine in placement.pool("rollout"):
+        if config.machine.device == "cpu" and len(engine.slots) > len(engine.parts) > 1:
+            here = len(engine.slots) // len(engine.parts)
+            raise ConfigError(
+                f"rollout.tp: an engine of {len(engine.slots)} spans {len(engine.parts)} nodes with {here} "
+                "cores each: on CPU vLLM wants one rank on each, set machine.slots=1"
+            )
+
+
+def _check_link(config: Config) -> None:
+    if config.shares_gpus and config.reshard.link == "device":
+        raise ConfigError(
+            "reshard.link: NCCL connects no two processes on one GPU, where machine.shared puts a trainer rank and an "
+            "engine: set it to host, or leave it out"
+        )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    guard()
+    parser = Parser("areal_megatron.planning.plan", __doc__)
+    parser.add_config()
+    add_sizes(parser, required=True)
+    add_best(parser)
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    options = parser.parse_intermixed_args(arguments)
+    try:
+        sizes, found = Sizes.given(options), None
+        check_alone(options)
+        config = config_file.load(options.config, options.overrides)
+        config.machine.device = "cuda"
+        config.model.path = hub.model_folder(config.model.path, "model.path", weights=False)
+        if teacher := config.ppo.penalty.kl_model:
+            config.ppo.penalty.kl_model = hub.model_folder(teacher, "ppo.penalty.kl_model", weights=False)
+        if options.best:
+            sizes, found = search(config, sizes, options)
+            print(text(config, found, sizes.gpu_gib), end="\n\n")
+            config = found.proposals[0].config
+        planned = plan(config, sizes.place(config), gpu_gib=sizes.gpu_gib, weights=False)
+        print(planned.table())
+        for warning in [*planned.warnings, *check_options(config, python={})]:
+            print(f"warning: {warning}", file=sys.stderr)
+        if options.json:
+            write_json(options.json, planned.report() | (report(found) if found else {}))
+    except ConfigError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
+    except OSError as e:
+        print(f"error: --json: cannot write {options.json}: {e.strerror}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,105 @@
+"""Where a trainer rank's weights go: to every engine after each update, and to a Hugging Face folder at the end."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+from areal_megatron.checkpoint import hf
+from areal_megatron.config import Config
+from areal_megatron.protocol import ControllerError, Delivered
+from areal_megatron.rank.controller_port import ControllerPort
+from areal_megatron.reshard.changes import zstd
+from areal_megatron.reshard.plan import Planner
+from areal_megatron.reshard.publish import Publisher, Received
+from areal_megatron.run.folder import Run
+from areal_megatron.trainer.parallel import STORE
+from areal_megatron.trainer.trainer import Trainer
+
+_LOOK_S = 1.0
+
+
+class Weights:
+    """Publishes versions and tells the controller what arrived, so that engines commit it."""
+
+    def __init__(self, config: Config, run: Run, trainer: Trainer, controller: ControllerPort):
+        self._config, self._run, self._trainer, self._controller = config, run, trainer, controller
+        self._store = run.endpoint(STORE, config.machine.peer_timeout_s)
+        self._publisher = Publisher(
+            parameters=trainer.parameters,
+            planner=Planner.of(config, trainer.hf_config, trainer.sizes),
+            rank=trainer.parallel.rank,
+            engines=config.rollout.engines,
+            dtype=config.model.dtype,
+            store=self._store,
+            timeout_s=config.reshard.timeout_s,
+            check_finite=config.reshard.check_finite,
+            on_delivered=self._report,
+            timeline=trainer.timeline,
+            link=config.link,
+            update=config.reshard.update,
+            compress=zstd if config.reshard.compression == "zstd" else None,
+            tls=run.credentials.calling(),
+        )
+        self._ended = threading.Event()
+        if trainer.parallel.is_first:
+            threading.Thread(target=self._watch, name="watch-links", daemon=True).start()
+
+    def publish(self, version: int) -> None:
+        """Starts to send `version` to the engines and returns at once."""
+        links = self._controller.links(version, self._store)
+        trials = {link.engine for link in links if link.trial}
+        few_changes = {link.engine for link in links if link.few_changes}
+        sites = {link.engine: link.site for link in links if link.site}
+        generations = [(link.engine, link.generation) for link in links]
+        self._publisher.publish(version, generations, trials, few_changes, sites)
+
+    def wait_until_read(self) -> None:
+        """Returns when parameters may change."""
+        self._publisher.wait_until_read()
+
+    def wait_until_delivered(self) -> None:
+        """Returns when every engine has what was published, or its link has failed."""
+        self._publisher.close()
+        self._ended.set()
+
+    def save_hf(self) -> None:
+        """Writes the model into the run folder; every rank calls it. Raises OSError."""
+        save_hf(self._config, self._run, self._trainer)
+
+    def _watch(self) -> None:
+        """Gives up, on a thread of its own, what is on its way to engines that the controller knows to be lost."""
+        while not self._ended.wait(_LOOK_S):
+            sending = self._publisher.sending()
+            try:
+                for engine, generation in self._controller.cut(sending) if sending else ():
+                    self._publisher.give_up(engine, generation)
+            except ControllerError:
+                return  # the main loop meets it too, and ends the run
+
+    def _report(
+        self, engine: int, generation: int, version: int, seconds: float, received: Received, error: str
+    ) -> None:
+        """Called on the threads of the links."""
+        delivered = Delivered(engine, generation, version, seconds, received.bytes, error, received.changed)
+        try:
+            self._controller.report(delivered, f"link-{engine}")
+        except ControllerError as e:  # the main loop meets it too, and ends the run
+            logging.error("version %d for engine %d: %s", version, engine, e)
+
+
+def save_hf(config: Config, run: Run, trainer: Trainer) -> None:
+    """Exports the trainer's weights to run.hf, with the tokenizer of model.path; every rank calls it.
+
+    Raises Replaced.
+    """
+    run.check_current()
+    hf.export(
+        parameters=trainer.parameters(),
+        hf_config=trainer.hf_config,
+        sizes=trainer.sizes,
+        rank=trainer.parallel.rank,
+        source=config.model.path,
+        path=run.hf,
+        group=trainer.parallel.control,
+    )

@@ -1,0 +1,64 @@
+"""Arguments of commands: what is wrong with them is told in one line, with exit code 2."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+from typing import Any, NoReturn
+
+from areal_megatron.command import program
+from areal_megatron.config import config_file
+
+_REQUIRED = "the following arguments are required: "
+_UNKNOWN = "unrecognized arguments: "
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser of a program's arguments.
+
+    Example:
+        parser = Parser("areal_megatron.launch.rows", __doc__)
+        parser.add_config()
+        parser.parse_intermixed_args(["my.yaml", "--lr", "1e-5"])
+        # error: areal rows: there is no option --lr; keys of the config are given as optimizer.lr=1e-5
+    """
+
+    def __init__(self, module: str = "", description: str = "", **others: Any):
+        """`module`: the program's; without it `others` are argparse's own arguments, as for a parser below another."""
+        named = {"prog": program(module), "description": description.split("\n")[0]} if module else {}
+        super().__init__(**(others | named))
+        self._takes_config = False
+
+    def add_config(self) -> None:
+        """Adds CONFIG [key=value …]."""
+        self.add_argument("config", help="YAML file, see configs/")
+        self.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the config")
+        self._takes_config = True
+
+    def error(self, message: str) -> NoReturn:
+        told = message
+        if message.startswith(_REQUIRED):
+            lacking = [name for name in message.removeprefix(_REQUIRED).split(", ") if name != "key=value"]
+            told = f"{' and '.join(lacking)} missing: {_lines(self.format_usage())}"
+        if message.startswith(_UNKNOWN):
+            told = self._about(message.removeprefix(_UNKNOWN).split(" "))
+        print(f"error: {self.prog}: {told}; {self.prog} --help says more", file=sys.stderr)
+        sys.exit(2)
+
+    def _about(self, words: list[str]) -> str:
+        first, _, value = words[0].partition("=")
+        if not first.startswith("-"):
+            return f"one argument too many: {words[0]}"
+        value = value or next((word for word in words[1:2] if not word.startswith("-")), "VALUE")
+        near = difflib.get_close_matches(first, self._option_string_actions, 1, 0.75)
+        if near or not self._takes_config:
+            return f"there is no option {first}" + (f", did you mean {near[0]}?" if near else "")
+        key = first.lstrip("-").replace("-", "_")
+        meant = key if config_file.is_key(key) else config_file.nearest(key) or "KEY"
+        meant = meant if "=" in meant else f"{meant}={value}"
+        return f"there is no option {first}; keys of the config are given without dashes: {meant}"
+
+
+def _lines(usage: str) -> str:
+    return " ".join(usage.split())

@@ -1,0 +1,79 @@
+"""An HTTP server of a run, to which strangers can connect: they get little time and room, and few lines in its log."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from aiohttp import web
+
+from areal_megatron.process.errors import Rarely, printable, worth_a_line
+from areal_megatron.run.network import KEEP_ALIVE_S, Strangers, backlog
+
+log = logging.getLogger(__name__)
+_complaints = Rarely(logging.ERROR)
+"""Each malformed request is an error with a traceback to aiohttp, and each refused descriptor is one to asyncio."""
+
+
+class HttpServer:
+    """Has `answer` answer every request, from `start` to `close`.
+
+    `answer` calls `welcome` for requests that show the server's secret. Connections over which none of these has come
+    are closed as network.Strangers says.
+
+    Example:
+        server = HttpServer(answer)
+        await server.start(socket.create_server(("127.0.0.1", 0)))
+        print(server.port)
+        await server.close()
+    """
+
+    def __init__(self, answer: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]):
+        self._answer = answer
+        self._runner: web.ServerRunner | None = None
+        self.refusals = 0
+        """Calls of `refused`."""
+
+    async def start(self, listening: socket.socket) -> None:
+        """Serves over a bound socket, and closes it at the end."""
+        for logger in (log, logging.getLogger("asyncio")):
+            logger.addFilter(_complaints)
+        server = _Server(self._answer, access_log=None, logger=log, keepalive_timeout=KEEP_ALIVE_S)
+        runner = web.ServerRunner(server, shutdown_timeout=1.0)
+        await runner.setup()
+        await web.SockSite(runner, listening, backlog=backlog()).start()
+        self._runner, self.port = runner, listening.getsockname()[1]
+
+    def welcome(self, request: web.BaseRequest) -> None:
+        """The connection of this request is no stranger's."""
+        self._runner.server.strangers.discard(request.protocol)
+
+    def refused(self, what: str, response: web.StreamResponse) -> web.StreamResponse:
+        """Returns the response. Some of many refusals are logged, with what was refused."""
+        self.refusals += 1
+        if worth_a_line(self.refusals):
+            log.warning("refused request %d: %s", self.refusals, printable(what))
+        return response
+
+    async def close(self) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+
+class _Server(web.Server):
+    """aiohttp's server, which closes the connections of strangers."""
+
+    def __init__(self, *arguments: Any, **settings: Any):
+        super().__init__(*arguments, **settings)
+        self.strangers = Strangers()
+
+    def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
+        super().connection_made(handler, transport)
+        self.strangers.add(handler, transport)
+
+    def connection_lost(self, handler: web.RequestHandler, exc: BaseException | None = None) -> None:
+        self.strangers.discard(handler)
+        super().connection_lost(handler, exc)

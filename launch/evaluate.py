@@ -1,0 +1,673 @@
+"""Evaluates a model: avg@n and pass@k with 95% confidence intervals, on data sets in their published formats.
+
+    areal evaluate RUN [DATA]         what a run has trained, as the run evaluates itself
+    areal evaluate MODEL DATA [--n 8] [--k 1,8] [--temperature 1] [--top-p 1] [--top-k 0]
+                                      [--max-new-tokens N] [--reward FUNCTION] [--seed 1] [--device auto] [--tp 1]
+                                      [--vllm FLAG=VALUE …] [--out FOLDER] [--pass-rates FILE.jsonl]
+
+MODEL is a Hugging Face folder or a name on the hub, DATA whatever data.train of a run may be (docs/data.md). Starts one
+vLLM engine, asks it n times for each item and writes OUT/answers.jsonl as answers come, and OUT/result.json at the end.
+The same command with the same OUT resumes an evaluation that was interrupted. Exit code 0: done, 1: the engine failed,
+2: wrong input, 130: interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import shutil
+import signal
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from areal_megatron.config import (
+    Config,
+    ConfigError,
+    DataConfig,
+    EvalConfig,
+    MachineConfig,
+    ModelConfig,
+    ReshardConfig,
+    RewardConfig,
+    RolloutConfig,
+    TrainerConfig,
+    config_file,
+)
+from areal_megatron.controller.engine import Engine, connect
+from areal_megatron.controller.environment import Environment
+from areal_megatron.data.files import fetch, file_names, records
+from areal_megatron.data.prompts import Prompt, no_problems, read_prompts
+from areal_megatron.data.tokenizer import Tokenizer
+from areal_megatron.engine.client import EngineError
+from areal_megatron.hub import hub
+from areal_megatron.launch.engines import slots
+from areal_megatron.launch.local import device_of
+from areal_megatron.launch.supervision.failure import Failure
+from areal_megatron.launch.supervision.hosts import Here
+from areal_megatron.launch.supervision.orders import start_order
+from areal_megatron.launch.supervision.processes import Child
+from areal_megatron.model_check import check_model, longest_of
+from areal_megatron.models.architecture import read_config
+from areal_megatron.models.dtypes import ITEMSIZE
+from areal_megatron.observe.estimates import figures
+from areal_megatron.observe.evaluation_folder import Folder, Sampled, digest, files_digest
+from areal_megatron.planning.option_check import check_for_device, check_options
+from areal_megatron.planning.pools import Process, Slot
+from areal_megatron.process.errors import first_cause
+from areal_megatron.process.files import new_folder, write_atomically, write_json
+from areal_megatron.process.shown import guard
+from areal_megatron.reward.answers import problem_with_answers
+from areal_megatron.reward.function import BUILT_IN, load_function
+from areal_megatron.reward.trial import try_rewards
+from areal_megatron.reward.workers import RewardWorkers, default_count
+from areal_megatron.run import descriptors
+from areal_megatron.run.arguments import Parser
+from areal_megatron.run.folder import Run, RunError, engine_name
+from areal_megatron.workflows import single_turn
+from areal_megatron.workflows.episode import EpisodeSpec
+from areal_megatron.workflows.runner import runner_of
+from areal_megatron.workflows.sampling import Decoding, Sampling, sampling_seed
+from areal_megatron.workflows.scoring import Scorer
+from areal_megatron.workflows.transcript import Transcript
+from areal_megatron.workflows.workflow import check_workflow
+
+_PROGRESS_S = 5.0
+_POLL_S = 0.2
+_LENGTH = "--max-new-tokens:"
+_ENGINE = engine_name(0)
+
+
+class OfflineEvaluation:
+    """An evaluation of one model by one engine of its own. Raises ConfigError for whatever cannot work."""
+
+    def __init__(self, options: argparse.Namespace):
+        self.run_folder = run_of(options)
+        self.config = config_of_run(options, self.run_folder) if self.run_folder else config_of(options)
+        self.config.machine.device = device_of(self.config)
+        self.tokenizer = Tokenizer(self.config.model.path, untried=True)
+        problems_of = problem_with_answers if self.run_folder and not options.data else no_problems
+        read = read_prompts(self.config, "eval", self.tokenizer, problems_of)
+        longest = max(len(prompt.tokens) for prompt in read)
+        if not self.run_folder:
+            self.config.data.max_prompt_tokens = longest
+            if options.max_new_tokens is None:
+                self._fit_length(longest)
+        check_model(self.config, trains=False)
+        check_for_device(self.config)
+        for line in check_options(self.config, python={}):
+            _say(f"warning: {line}")
+        self.n, own = self.config.eval.n, self.config.eval
+        self.decoding = Decoding(own.temperature, own.top_p, own.top_k)
+        self.ks = options.k or sorted({1, self.n})
+        if problem := _problem_with_samples(self.n, self.ks, own.temperature):
+            raise ConfigError(problem)
+        self.kinds: list[Config] = []
+        """A config for each environment and reward that the prompts need; `Prompt.environment` is a place in it."""
+        self.prompts = self._sorted(read, options.reward)
+        self._check_rewards()
+
+    def _fit_length(self, longest: int) -> None:
+        """Lowers the most tokens of an answer to what the model has room for after the longest prompt."""
+        rollout = self.config.rollout
+        limit, _ = longest_of(read_config(self.config.model.path), longest + rollout.max_new_tokens)
+        rollout.max_new_tokens = max(1, min(rollout.max_new_tokens, limit - longest))
+
+    def _sorted(self, prompts: Sequence[Prompt], reward: str | None) -> list[Prompt]:
+        """Returns the prompts that are short enough, each with its place in `kinds`. A built-in reward of the config
+        gives way to the one that a row's format is made for, if no `reward` is named."""
+        environments, places, found = self.config.by_environment(), {}, []
+        for prompt in prompts:
+            own = environments[prompt.environment]
+            name = own.reward.function
+            if not reward and name in BUILT_IN:
+                name = prompt.reward or name
+            key = prompt.environment, name
+            if key not in places:
+                places[key] = len(self.kinds)
+                self.kinds.append(replace(own, reward=replace(own.reward, function=name)))
+            if len(prompt.tokens) <= own.data.max_prompt_tokens:
+                found.append(replace(prompt, environment=places[key]))
+        if too_long := len(prompts) - len(found):
+            _say(f"{too_long} prompts are longer than data.max_prompt_tokens, and are not asked, as in the run")
+        return found
+
+    def _check_rewards(self) -> None:
+        problems = {}
+        for name in {kind.reward.function for kind in self.kinds}:
+            load_function(name)
+            problems[name] = problem_with_answers(name)
+        for prompt in self.prompts:
+            name = self.kinds[prompt.environment].reward.function
+            if problem := problems[name](prompt.answer):
+                raise ConfigError(f"{prompt.where}: the reward {name} cannot use the answer: {problem}")
+        for number, kind in enumerate(self.kinds):
+            check_workflow(kind)
+            own = [replace(prompt, environment=0) for prompt in self.prompts if prompt.environment == number]
+            try_rewards(kind, own, _say)
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """The settings on which answers depend, apart from the order in which an engine happens to batch them; and
+        where the rows are."""
+        config = self.config
+        items = [[prompt.digest.hex(), self.kinds[prompt.environment].reward.function] for prompt in self.prompts]
+        tokenizer, template = self.tokenizer.digests
+        return {
+            "model": config.model.path,
+            "tokenizer": tokenizer,
+            "template": template,
+            "model_files": files_digest(Path(config.model.path)),
+            "data": ",".join(own.data.eval for own in config.by_environment() if own.data.eval),
+            "rewards": sorted({kind.reward.function for kind in self.kinds}),
+            "rows": digest(items),
+            "n": self.n,
+            **asdict(self.decoding),
+            "max_new_tokens": config.rollout.max_new_tokens,
+            "seed": config.seed,
+            "vllm": config.rollout.vllm or None,
+            "scoring": digest([_scoring(kind) for kind in self.kinds]) if self.run_folder else None,
+        }
+
+    @property
+    def files(self) -> dict[int, str]:
+        """The name of the file of each item."""
+        names = file_names(self.config, "eval")
+        return {prompt.id: names[prompt.source] for prompt in self.prompts}
+
+    def missing(self, folder: Folder) -> list[tuple[Prompt, int]]:
+        """Returns (item, number of its sample) of all missing answers, the samples of an item in a row."""
+        asked = ((prompt, sample) for prompt in self.prompts for sample in range(self.n))
+        return [(prompt, sample) for prompt, sample in asked if (prompt.id, sample) not in folder.answers]
+
+    async def run(self, child: Child, run: Run, folder: Folder) -> None:
+        """Runs until every answer is in the folder. Raises EngineError, RunError or ConfigError."""
+        log_file = folder.path / "rewards.log"
+        workers = [RewardWorkers(kind.reward, self.config.model.path, output=log_file) for kind in self.kinds]
+        environments = []
+        try:
+            await asyncio.gather(*(pool.start() for pool in workers))
+            for kind, pool in zip(self.kinds, workers, strict=True):
+                scorer = Scorer(kind.reward, pool, kind.rollout.max_new_tokens)
+                environments.append(Environment(kind, scorer, runner_of(kind, self.tokenizer, scorer)))
+            async with asyncio.TaskGroup() as group:
+                background = [group.create_task(watch(child))]
+                async with serving(self.config, run) as engine:
+                    silent_s, stuck_s = self.config.rollout.silence_s, self.config.machine.peer_timeout_s
+                    background.append(group.create_task(engine.watch(stuck_s, silent_s)))
+                    background.append(group.create_task(_progress(engine, folder, self.n * len(self.prompts))))
+                    await self._ask(engine, environments, folder)
+                    for task in background:
+                        task.cancel()
+        finally:
+            await asyncio.gather(*(own.episodes.close() for own in environments if own.episodes))
+            await asyncio.gather(*(pool.close() for pool in workers))
+        self._tell_rewards(workers, log_file)
+
+    def _tell_rewards(self, workers: Sequence[RewardWorkers], log_file: Path) -> None:
+        if refused := sum(pool.refused for pool in workers):
+            _say(f"{refused} answers were not worked out, or several at once, and count as wrong (docs/rewards.md)")
+        if failed := sum(pool.failures for pool in workers):
+            _say(
+                f"warning: the rewards of {failed} answers failed, the first ones are named above, what they print is "
+                f"in {log_file}: they are left out; the same command with the same --out asks for them again"
+            )
+
+    async def _ask(self, engine: Engine, environments: Sequence[Environment], folder: Folder) -> None:
+        queue, most = iter(self.missing(folder)), self.config.rollout.max_running
+        running = asyncio.Semaphore(most)
+
+        async def ask_in_turn() -> None:
+            for prompt, sample in queue:
+                answer = await self._answer(engine, environments[prompt.environment], running, prompt, sample)
+                if answer is not None:
+                    folder.add(answer)
+
+        async with asyncio.TaskGroup() as group:  # twice as many, so that no engine waits for scoring
+            for _ in range(2 * most):
+                group.create_task(ask_in_turn())
+
+    async def _answer(
+        self, engine: Engine, environment: Environment, running: asyncio.Semaphore, prompt: Prompt, sample: int
+    ) -> Sampled | None:
+        """Returns the answer with its score; None if its reward failed."""
+        seed = sampling_seed(self.config.seed, "eval", prompt.id) + sample
+        async with running:
+            engine.occupy(1)
+            try:
+                stop_tokens, rollout = self.tokenizer.stop_tokens, environment.config.rollout
+                sampling = Sampling(engine.client, rollout, stop_tokens, cache_salt=None, decoding=self.decoding)
+                spec = EpisodeSpec(prompt, 0, f"item-{prompt.id}-{sample}", seed, "eval")
+                if environment.episodes:
+                    (ended,) = await environment.episodes.sample(sampling, spec, 1)
+                    context, score = ended.context, ended.score
+                else:
+                    (answer,) = await single_turn.sample(sampling, prompt, 1, spec.request_id, seed)
+                    context, score = Transcript(prompt.tokens, 0).with_answer(answer, truncated=False), None
+            finally:
+                engine.release(1)
+        if score is None:
+            (score,) = await environment.scorer.score(prompt, [answer])
+        if score.failed:
+            return None
+        return Sampled(
+            item=prompt.id,
+            sample=sample,
+            seed=seed,
+            score=score.score,
+            correct=score.correct,
+            truncated=score.truncated,
+            tokens=context.length,
+            response=self.tokenizer.decode(context.tokens.tolist()),
+            prompt=prompt.text,
+            answer=prompt.answer,
+        )
+
+
+def _scoring(kind: Config) -> list[Any]:
+    """What of a run's config answers and scores depend on beside the settings that are named."""
+    rollout, reward = kind.rollout, kind.reward
+    limits = [kind.data.max_prompt_tokens, rollout.max_new_tokens, kind.model.dtype, kind.model.head_dtype]
+    return [*limits, rollout.workflow, rollout.turns, reward.wrong, reward.right, reward.truncated]
+
+
+def run_of(options: argparse.Namespace) -> Path | None:
+    """Returns the run folder that MODEL names, None if it is a model."""
+    folder = Path(options.model)
+    return folder if (folder / "config.yaml").exists() and not (folder / "config.json").exists() else None
+
+
+def export_of(folder: Path) -> Path:
+    """Returns the newest model that a run has exported. Raises ConfigError if there is none."""
+    run = Run(folder)
+    found = [run.hf, *sorted(run.exports.glob("version-*"), reverse=True)]
+    for model in found:
+        if (model / "config.json").exists() and any(model.glob("*.safetensors")):
+            return model
+    raise ConfigError(
+        f"{folder} has no model yet, neither hf/ nor one in exports/ (checkpoint.hf_every): let it end, or convert "
+        f"one: areal convert to-hf {folder}/checkpoints/version-000001 MODEL"
+    )
+
+
+def config_of_run(options: argparse.Namespace, folder: Path) -> Config:
+    """Returns the config of a run, for an engine that evaluates what it has trained as it did itself; the options that
+    are given replace its keys. Raises ConfigError."""
+    trained = config_file.load_run(folder)
+    if trained.mode not in ("rl", "replay"):
+        raise ConfigError(
+            f"{folder} is a run of mode={trained.mode}, which has no reward: name its model and data, areal evaluate "
+            f"{folder}/hf DATA"
+        )
+    rollout, reward = trained.rollout, trained.reward
+    if any(own.reward.of_model for own in trained.by_environment()) and not options.reward:
+        raise ConfigError(f"{folder} was scored by a reward model, which has engines of its own: name another --reward")
+    if options.data:
+        trained = replace(trained, environments=[], data=replace(trained.data, eval=options.data))
+    if options.max_new_tokens:
+        trained.environments = [replace(own, max_new_tokens=0) for own in trained.environments]
+    if options.reward:
+        trained.environments = [replace(own, reward="") for own in trained.environments]
+    if not any(own.data.eval for own in trained.by_environment()):
+        raise ConfigError(f"{folder} has no data.eval: name the data, areal evaluate {folder} DATA")
+    for place in (trained.data, *trained.environments):
+        place.eval = place.eval and fetch(place.eval, "data.eval")
+    return replace(
+        trained,
+        name="engine",
+        mode="rl",
+        resume="",
+        seed=_first(options.seed, trained.seed),
+        model=replace(trained.model, path=str(export_of(folder).absolute())),
+        machine=MachineConfig(device=options.device),
+        trainer=TrainerConfig(),
+        reshard=ReshardConfig(staging="streamed"),
+        eval=_decoding(options, trained.eval),
+        rollout=replace(
+            rollout,
+            engines=1,
+            tp=_first(options.tp, rollout.tp),
+            max_new_tokens=_first(options.max_new_tokens, rollout.max_new_tokens),
+            first_weights="model",
+            replay_routes=False,
+            vllm=rollout.vllm | config_file.options(options.vllm),
+        ),
+        reward=replace(
+            reward,
+            function=options.reward or reward.function,
+            workers=options.workers,
+            timeout_s=_first(options.reward_timeout_s, reward.timeout_s),
+            group_function="",
+            model="",
+            model_engines=1,
+            model_tp=1,
+        ),
+    )
+
+
+def _reward_of_owner(model: Path) -> str:
+    """Returns the reward of the run that has exported a model, "math" if none has."""
+    for folder in (model.absolute().parent, model.absolute().parent.parent):
+        if (folder / "config.yaml").exists() and (folder / "incarnations").is_dir():
+            trained = config_file.load_run(folder)
+            if trained.mode == "rl" and not trained.environments and not trained.reward.of_model:
+                if trained.reward.function != RewardConfig.function:
+                    _say(f"the reward is that of {folder}, {trained.reward.function}; --reward names another")
+                return trained.reward.function
+    return RewardConfig.function
+
+
+def _first(given: Any, otherwise: Any) -> Any:
+    return otherwise if given is None else given
+
+
+def _decoding(options: argparse.Namespace, otherwise: EvalConfig) -> EvalConfig:
+    names = ("n", "temperature", "top_p", "top_k")
+    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    return replace(otherwise, **given)
+
+
+def config_of(options: argparse.Namespace) -> Config:
+    """Returns the config of a run that has an engine only. Raises ConfigError."""
+    described = read_config(options.model)
+    dtype = described.get("dtype", described.get("torch_dtype"))
+    config = Config(
+        name="engine",
+        updates=1,
+        seed=_first(options.seed, 1),
+        model=ModelConfig(path=str(Path(options.model).absolute()), dtype=dtype if dtype in ITEMSIZE else "bfloat16"),
+        data=DataConfig(train=options.data, eval=options.data, max_prompt_tokens=sys.maxsize),
+        machine=MachineConfig(device=options.device),
+        rollout=RolloutConfig(
+            tp=_first(options.tp, 1),
+            max_new_tokens=options.max_new_tokens or RolloutConfig.max_new_tokens,
+            first_weights="model",
+        ),
+        reshard=ReshardConfig(staging="streamed"),  # no updates: no memory for a second copy of the weights
+        reward=RewardConfig(
+            function=options.reward or _reward_of_owner(Path(options.model)),
+            workers=options.workers,
+            timeout_s=_first(options.reward_timeout_s, RewardConfig.timeout_s),
+            wrong=0.0,
+            right=1.0,
+            truncated="scored",
+        ),
+        eval=_decoding(options, EvalConfig()),
+    )
+    config.rollout.vllm = config_file.options(options.vllm)
+    return config
+
+
+def result_of(answers: Sequence[Sampled], n: int, ks: Sequence[int], files: Mapping[int, str]) -> dict[str, Any]:
+    """Returns the figures of answers in any order, n for each item but for those whose rewards failed.
+
+    `files` holds the name of the file of each item; if they are several, there are also figures of each.
+    """
+    result = {"n": n, "failed": n * len(files) - len(answers)} | figures(answers, n, ks)
+    of_file: dict[str, list[Sampled]] = {}
+    for answer in sorted(answers, key=lambda answer: answer.item):
+        of_file.setdefault(files[answer.item], []).append(answer)
+    if len(of_file) > 1:
+        result["files"] = {name: figures(own, n, ks) for name, own in of_file.items()}
+    return result
+
+
+def write_pass_rates(data: str, answers: Sequence[Sampled], file: Path) -> None:
+    """Writes the rows of `data` as JSONL, each with its share of correct answers as `pass_rate`, if it has any answer.
+
+    Raises ConfigError.
+    """
+    given: dict[int, list[bool]] = {}
+    for answer in answers:
+        given.setdefault(answer.item, []).append(answer.correct)
+    rates = {item: {"pass_rate": sum(own) / len(own)} for item, own in given.items()}
+    rows = (record.row | rates.get(record.id, {}) for record in records(data))
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, "".join(msgspec.json.encode(row).decode() + "\n" for row in rows))
+    except OSError as e:
+        raise ConfigError(f"--pass-rates: {file} cannot be written: {e.strerror}") from None
+
+
+def table(result: dict[str, Any]) -> str:
+    n, rows = result["n"], []
+    for name, file in result.get("files", {}).items():
+        rows += [name, *(f"  {row}" for row in _rows(file, n)), ""]
+    rows += ["all files"] if rows else []
+    rows += _rows(result, n)
+    rows += [f"{result['failed']} answers left out, since their rewards failed"] if result["failed"] else []
+    return "\n".join(rows)
+
+
+def _rows(result: dict[str, Any], n: int) -> list[str]:
+    rows = [
+        f"{name:<10}{figure['value']:>8.2%}   95% interval {figure['low']:.2%} – {figure['high']:.2%}"
+        for name, figure in result.items()
+        if isinstance(figure, dict) and "value" in figure
+    ]
+    return [
+        *rows,
+        f"{result['items']} items × {n} answers, {result['response_tokens_mean']:.1f} tokens each; "
+        f"{result['truncated_share']:.1%} cut at their limit",
+    ]
+
+
+def fill(evaluation: OfflineEvaluation, folder: Folder) -> None:
+    """Runs an engine until all answers are in the folder. Raises EngineError, RunError or ConfigError."""
+    config, run = evaluation.config, Run(folder.path / "engine")
+    own = slots(config, 1)[0]
+    shutil.rmtree(run.folder, ignore_errors=True)  # left by an evaluation that was killed
+    run.create()
+    config_file.save(config, run.config)
+    here = socket.gethostname()
+    process = Process(_ENGINE, "rollout", 0, here, tuple(Slot(here, index) for index in own))
+    _say(f"starting {_ENGINE}; its log: {run.log(_ENGINE)}")
+    with Here() as host:
+        host.start(start_order(config, run, process, host.supervisor(process)))
+        asyncio.run(evaluation.run(host.by_name[_ENGINE], run, folder))
+
+
+@asynccontextmanager
+async def serving(config: Config, run: Run) -> AsyncIterator[Engine]:
+    """Connects to the engine. Raises EngineError or RunError if it does not serve within rollout.start_timeout_s."""
+    deadline = time.monotonic() + config.rollout.start_timeout_s
+    while not run.announced_engines() and time.monotonic() < deadline:
+        await asyncio.sleep(_POLL_S)
+    engine = connect(config, run, 0)
+    try:
+        await engine.wait_until_ready(config.rollout.start_timeout_s)
+        yield engine
+    finally:
+        await engine.client.close()
+
+
+async def watch(child: Child, code: int | None = None) -> None:
+    """Returns when the process has ended with this exit code; without one it may not end.
+
+    Prints the last lines of its log and raises EngineError if it ends in another way, ConfigError if it refuses its
+    input.
+    """
+    while child.exit_code is None:
+        await asyncio.sleep(_POLL_S)
+    if child.exit_code == code:
+        return
+    failure = Failure.of(child)
+    *last_lines, problem = failure.text.split("\n")
+    _say("\n".join(last_lines))
+    raise (ConfigError if failure.is_refusal else EngineError)(problem.removeprefix("error: "))
+
+
+async def _progress(engine: Engine, folder: Folder, total: int) -> None:
+    begin, before = time.monotonic(), len(folder.answers)
+    while True:
+        await asyncio.sleep(_PROGRESS_S)
+        done = len(folder.answers)
+        left = (
+            f", about {(total - done) * (time.monotonic() - begin) / (done - before):.0f} s left"
+            if done > before
+            else ""
+        )
+        right = f", {sum(answer.correct for answer in folder.answers.values()) / done:.1%} correct" if done else ""
+        _say(f"{done} of {total} answers{right}, {engine.tokens_per_s:,.0f} tokens/s{left}")
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _silence_libraries() -> None:
+    """Has warnings of this project alone on the console."""
+    handler = logging.StreamHandler()
+    handler.addFilter(lambda record: record.name.startswith("areal_megatron"))
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", handlers=[handler])
+    logging.captureWarnings(True)
+
+
+def _problem_with_samples(n: int, ks: Sequence[int], temperature: float) -> str:
+    if ks[-1] > n:
+        return f"--k: pass@{ks[-1]} needs --n {ks[-1]} or more, it is {n}"
+    if temperature < 0 or (temperature == 0 and n > 1):
+        return f"--temperature: {temperature:g} with --n {n}: must be above 0, or 0 with --n 1"
+    return ""
+
+
+def _in_options(problem: str) -> str:
+    """Returns an error about a config in the words of this program's options."""
+    for key, option in (("model.path: ", ""), ("rollout.vllm.", "--vllm "), ("rollout.max_new_tokens:", _LENGTH)):
+        problem = problem.replace(key, option, 1) if problem.startswith(key) else problem
+    return problem
+
+
+def _whole_numbers(text: str) -> list[int]:
+    return sorted({int(part) for part in text.split(",")})
+
+
+def _parser() -> Parser:
+    parser = Parser("areal_megatron.launch.evaluate", __doc__)
+    parser.add_argument(
+        "model", metavar="MODEL", help="Hugging Face folder, OWNER/NAME of the hub, or the folder of a run"
+    )
+    parser.add_argument(
+        "data",
+        metavar="DATA",
+        nargs="?",
+        help="what data.train may be, without weights; of a run default: its data.eval",
+    )
+    parser.add_argument("--n", type=int, help="answers to each item; default: 1, of a run its eval.n")
+    parser.add_argument(
+        "--k", type=_whole_numbers, help="the k of pass@k, separated by commas, at most n; default: 1,n"
+    )
+    parser.add_argument("--temperature", type=float, help="0: greedy; default: 1, of a run its eval.temperature")
+    parser.add_argument("--top-p", type=float, help="as eval.top_p; default: 1, from all tokens, of a run its own")
+    parser.add_argument("--top-k", type=int, help="as eval.top_k; default: 0, from all tokens, of a run its own")
+    parser.add_argument(
+        "--max-new-tokens",
+        type=int,
+        help=f"most tokens of an answer; default: {RolloutConfig.max_new_tokens}, or all that the model has room for",
+    )
+    parser.add_argument("--reward", help="as reward.function; default: that of the run, or the format's own, or math")
+    parser.add_argument(
+        "--workers", type=int, default=default_count(), help="reward processes; default: a quarter of the cores"
+    )
+    parser.add_argument(
+        "--reward-timeout-s",
+        type=float,
+        help=f"as reward.timeout_s; default: {RewardConfig.timeout_s:g}, of a run its own",
+    )
+    parser.add_argument(
+        "--seed", type=int, help="seed of samples and of the order of choices; default: 1, of a run its own"
+    )
+    parser.add_argument(
+        "--device", choices=["auto", "cpu", "cuda"], default="auto", help="as machine.device; default: auto"
+    )
+    parser.add_argument("--tp", type=int, help="GPUs of the engine; default: 1, of a run its own")
+    parser.add_argument(
+        "--vllm",
+        action="append",
+        default=[],
+        metavar="FLAG=VALUE",
+        help="an option of vLLM, as rollout.vllm, e.g. kv_cache_dtype=fp8; may be repeated",
+    )
+    parser.add_argument("--out", type=Path, help="new folder, or one to resume; default: runs/evaluation-N")
+    parser.add_argument(
+        "--pass-rates",
+        type=Path,
+        metavar="FILE.jsonl",
+        help="write the rows of DATA here, each with its pass_rate, for rollout.draw_min_pass_rate",
+    )
+    return parser
+
+
+def _options(arguments: list[str] | None) -> argparse.Namespace:
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    positive = ("n", "max_new_tokens", "workers", "tp", "reward_timeout_s")
+    given = {f"--{name.replace('_', '-')}": getattr(options, name) for name in positive}
+    given["--k"] = options.k[0] if options.k else None
+    for name, value in given.items():
+        if value is not None and value <= 0:
+            parser.error(f"{name}: must be above 0, is {value}")
+    if _first(options.seed, 0) < 0:
+        parser.error(f"--seed: must be 0 or more, is {options.seed}")
+    if not 0 < _first(options.top_p, 1) <= 1:
+        parser.error(f"--top-p: must be above 0 and at most 1, is {options.top_p:g}")
+    if _first(options.top_k, 0) < 0:
+        parser.error(f"--top-k: must be 0 or more, is {options.top_k}")
+    temperature = _first(options.temperature, 1.0)
+    if options.n and (problem := _problem_with_samples(options.n, options.k or [1], temperature)):
+        parser.error(problem)
+    if temperature < 0:
+        parser.error(f"--temperature: must be 0 or more, is {temperature:g}")
+    return options
+
+
+def main(arguments: list[str] | None = None) -> int:
+    guard()
+    options = _options(arguments)
+    descriptors.raise_limit()
+    _silence_libraries()
+    try:
+        if not run_of(options):
+            if not options.data:
+                raise ConfigError("DATA missing: areal evaluate MODEL DATA; the folder of a run brings its own")
+            options.model = hub.model_folder(options.model, "MODEL")
+        options.data = options.data and fetch(options.data, "DATA")
+        evaluation = OfflineEvaluation(options)
+        if options.pass_rates and evaluation.config.environments:
+            raise ConfigError("--pass-rates: the run has several environments, name the DATA of one")
+        out = options.out or new_folder("evaluation")
+        with Folder(out, evaluation.settings) as folder:
+            if folder.answers:
+                _say(f"continuing after {len(folder.answers)} answers in {out}")
+            if evaluation.missing(folder):
+                fill(evaluation, folder)
+            if not folder.answers:
+                raise RunError("the rewards of all answers failed, see above; the same command asks for them again")
+            result = result_of(list(folder.answers.values()), evaluation.n, evaluation.ks, evaluation.files)
+            write_json(out / "result.json", {"settings": evaluation.settings} | result)
+            if options.pass_rates:
+                write_pass_rates(evaluation.config.data.eval, list(folder.answers.values()), options.pass_rates)
+    except KeyboardInterrupt:
+        _say("interrupted; the same command with the same --out continues")
+        return 128 + signal.SIGINT
+    except (ConfigError, EngineError, RunError, BaseExceptionGroup) as e:
+        cause = first_cause(e)
+        if not isinstance(cause, ConfigError | EngineError | RunError):
+            raise
+        _say(f"error: {_in_options(str(cause))}")
+        return 2 if isinstance(cause, ConfigError) else 1
+    print(f"{table(result)}\n{out}/answers.jsonl, {out}/result.json")
+    return 0
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the engine too
+    sys.exit(main())

@@ -1,0 +1,44 @@
+"""The last lines of a launcher: what a run has kept, the command that goes on with it, and those that show it."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from contextlib import suppress
+from pathlib import Path
+
+from areal_megatron.checkpoint import folder as checkpoint_folder
+from areal_megatron.checkpoint.folder import SavedCheckpoint
+from areal_megatron.config import Config, ConfigError
+from areal_megatron.run.folder import Run
+
+
+def closing(run: Run, config: Config, done: bool, again: str) -> str:
+    """Returns three lines. `done`: the run has made all its updates. `again`: the command that started it without
+    `resume`, if it can be given again as it stands."""
+    folder, checkpoint = _short(run.folder), None
+    with suppress(OSError, ConfigError):  # as of a folder that is away
+        checkpoint, _ = checkpoint_folder.resumable(run)
+    look = f"look    areal status --web {folder}   or, as one file to pass on, areal report {folder}"
+    return "\n".join([f"kept    {_kept(run, checkpoint)}", _next(config, done, again, checkpoint), look])
+
+
+def _kept(run: Run, checkpoint: SavedCheckpoint | None) -> str:
+    things = [f"checkpoint {_short(checkpoint.folder)}"] if checkpoint else []
+    with suppress(OSError):
+        if (run.hf / "config.json").exists():
+            things.append(f"the model for transformers and vLLM in {_short(run.hf)}")
+    return ", ".join(things) or f"no checkpoint; metrics and logs in {_short(run.folder)}"
+
+
+def _next(config: Config, done: bool, again: str, checkpoint: SavedCheckpoint | None) -> str:
+    command = f"{again} resume=auto" if again else "the same command with resume=auto"
+    if not checkpoint:
+        return f"again   {command}, from the beginning"
+    return f"go on   {command} updates={2 * config.updates}" if done else f"resume  {command}"
+
+
+def _short(path: Path) -> str:
+    """Returns a path as a word of a shell's command, from the current folder where it lies below that."""
+    here = Path(os.path.abspath("."))
+    return shlex.quote(str(path.relative_to(here) if path.is_relative_to(here) else path))

@@ -1,0 +1,22 @@
+"""Ends the sessions whose ids it has read from stdin once stdin closes: their owner has ended, perhaps by SIGKILL.
+
+python -m areal_megatron.launch.supervision.guardian TEMPORARY      # their folder for temporary files, which is removed
+"""
+
+import shutil
+import signal
+import sys
+
+from areal_megatron.launch.supervision.processes import end_sessions
+from areal_megatron.launch.supervision.shared_memory import SharedMemory
+
+
+def main() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends with its owner, not before
+    shared = SharedMemory()
+    end_sessions({int(line) for line in sys.stdin}, shared)
+    shutil.rmtree(sys.argv[1], ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""processes.json in the run folder: which processes a launcher has started, and how they and the run are."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from areal_megatron.config import ConfigError
+from areal_megatron.launch.supervision.processes import Log
+from areal_megatron.launch.supervision.silence import AwakeClock
+from areal_megatron.planning.pools import Placement
+from areal_megatron.process.files import read_replaced, write_atomically
+from areal_megatron.run.folder import Away, Run
+from areal_megatron.run.json_input import read_record as read_json_record
+
+RECORD_S = 5.0
+"""Time between two records of a run in which nothing happens."""
+GONE_S = 30.0
+"""Age of a record from which the launcher may be dead, if its node's clock shows the same time as this one's."""
+_WATCH_S = 3 * RECORD_S
+_LOOK_S = 0.2
+
+
+class ProcessRecord(msgspec.Struct):
+    name: str
+    node: str
+    slots: list[int | str]
+    code: int | None
+    """Exit code; None while the process runs."""
+
+
+class LaunchRecord(msgspec.Struct):
+    launcher: str
+    """The node that the launcher runs on."""
+    time: float
+    """When the record was written, in seconds since the epoch."""
+    restarts_left: int
+    outcome: str
+    """Empty while the run lasts; then how it ended: done, failed, refused, lost, replaced, stopped or
+    interrupted."""
+    processes: list[ProcessRecord]
+    commit: str = ""
+    """The commit of the checkout that the launcher runs from; empty if it is from none."""
+
+
+class Recorder:
+    """Keeps processes.json up to date, as well as the disk allows. Several threads may write."""
+
+    def __init__(self, run: Run, placement: Placement):
+        self._run, self._placement = run, placement
+        self._written, self._codes, self._commit = 0.0, {}, commit()
+        self._lock, self._over, self._failed = threading.Lock(), False, False
+
+    def write(self, processes: Mapping[str, Log], restarts_left: int, outcome: str = "") -> None:
+        """Writes a record if an exit code changed, the last record is RECORD_S old or the run ended; nothing after its
+        end. Call it often.
+
+        Raises Replaced."""
+        with self._lock:
+            codes = {name: process.exit_code for name, process in processes.items()}
+            is_new = outcome or codes != self._codes or time.monotonic() - self._written >= RECORD_S
+            if self._over or not is_new:
+                return
+            self._codes, self._written, self._over = codes, time.monotonic(), bool(outcome)
+            records = [
+                ProcessRecord(p.name, p.node, [slot.id for slot in p.slots], codes.get(p.name))
+                for process in self._placement.processes
+                for p in process.parts
+            ]
+            self._put(LaunchRecord(socket.gethostname(), time.time(), restarts_left, outcome, records, self._commit))
+
+    def _put(self, record: LaunchRecord) -> None:
+        try:
+            self._run.look()
+            write_atomically(self._run.processes, msgspec.json.encode(record))
+            self._failed = False
+        except Away:
+            return  # the lease says so
+        except OSError as e:
+            if not self._failed:
+                print(f"warning: {self._run.processes} cannot be written: {e.strerror}", file=sys.stderr, flush=True)
+            self._failed = True
+
+
+def commit() -> str:
+    """Returns the commit of the checkout that this code is from, shortened; "" if it is from none, or git fails."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return ""
+    command = ["git", "-C", str(root), "rev-parse", "--short", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, encoding="utf-8", timeout=5, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+class Pulse:
+    """Whether a run lasts and its launcher lives, which is the case as long as its records change: by this machine's
+    clock alone, as those of others may differ."""
+
+    def __init__(self, run: Run, silence_s: float):
+        self._run, self._silence_s = run, silence_s
+        self._clock, self._record = AwakeClock(silence_s), None
+        self._changed = self._clock.now()
+
+    def state(self) -> str:
+        """Returns how the run ended, or `lost` if there has been no new record for silence_s, or else `running`.
+
+        Call it often.
+        """
+        record, now = read_record(self._run), self._clock.now()
+        if record is not None and record != self._record:
+            self._record, self._changed = record, now
+        if self._record is not None and self._record.outcome:
+            return self._record.outcome
+        return "running" if now - self._changed < self._silence_s else "lost"
+
+
+def read_record(run: Run) -> LaunchRecord | None:
+    """Returns the last record; None before the first, and if none can be read."""
+    return read_replaced(run.processes, lambda content: read_json_record(content, LaunchRecord, run.processes))
+
+
+def last_record(run: Run, named: Path) -> LaunchRecord:
+    """Returns the last record. Raises ConfigError if there is none that can be read; `named`: the folder as its user
+    names it."""
+    if (record := read_record(run)) is not None:
+        return record
+    if run.processes.exists():
+        raise ConfigError(
+            f"{run.processes} is of another release or damaged: a launcher that lives writes another within "
+            f"{RECORD_S:.0f} s, and one that resumes the run does"
+        )
+    problem = "has not been started by a launcher" if run.config.exists() else "is no run folder"
+    raise ConfigError(f"{named} {problem}; give a folder such as runs/tiny")
+
+
+def state_of(run: Run, record: LaunchRecord) -> str:
+    """Returns how the run ended, or else `running`, or `lost` if its launcher has fallen silent.
+
+    `record`: the last one. If it is not of this minute by this machine's clock, waits _WATCH_S for another.
+    """
+    age = time.time() - record.time
+    if record.outcome or abs(age) < GONE_S:
+        return record.outcome or "running"
+    print(f"the last record is {age:.0f} s old: waiting {_WATCH_S:.0f} s for another", file=sys.stderr, flush=True)
+    deadline = time.monotonic() + _WATCH_S
+    while time.monotonic() < deadline:
+        later = read_record(run)
+        if later is not None and later != record:
+            return later.outcome or "running"
+        time.sleep(_LOOK_S)
+    return "lost"

@@ -1,0 +1,368 @@
+"""What every launcher does before it starts a process: checks all that can be checked, then begins the run."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from areal_megatron.checkpoint import folder as checkpoint_folder
+from areal_megatron.checkpoint.disk import CheckpointError
+from areal_megatron.checkpoint.folder import SavedCheckpoint
+from areal_megatron.checkpoint.hf_folder import HfFolder
+from areal_megatron.config import Config, ConfigError, config_file
+from areal_megatron.data import files
+from areal_megatron.data.check import check_data
+from areal_megatron.data.drawing import Member, goes_on, saved_in
+from areal_megatron.data.dumps import check_same, check_tokens, recorded
+from areal_megatron.data.dumps import read as read_dump
+from areal_megatron.data.prompts import drawing_of
+from areal_megatron.data.tokenizer import Tokenizer
+from areal_megatron.hub import hub
+from areal_megatron.launch.supervision.lease import Lease
+from areal_megatron.model_check import check_model, check_published
+from areal_megatron.models.architecture import read_config
+from areal_megatron.observe.trackers import check_trackers
+from areal_megatron.planning.option_check import check_options
+from areal_megatron.planning.plan import ClusterPlan, plan
+from areal_megatron.planning.pools import Node, Placement
+from areal_megatron.reward.answers import problem_with_answers
+from areal_megatron.reward.function import load_function
+from areal_megatron.reward.group import load_group_function
+from areal_megatron.reward.trial import try_rewards
+from areal_megatron.run import descriptors, versions
+from areal_megatron.run.arguments import Parser
+from areal_megatron.run.folder import Run
+from areal_megatron.workflows.workflow import check_workflow
+
+POOLS = ("trainer", "rollout", "controller")
+_LISTS, _COUNTS = "SLURM_JOB_GPUS", "SLURM_GPUS"
+"""How the names begin of the variables in which Slurm tells a job of its GPUs: their numbers, and how many."""
+
+
+def parser(module: str, description: str) -> argparse.ArgumentParser:
+    """Returns a parser of the arguments that all launchers have."""
+    made = Parser(module, description)
+    made.add_config()
+    made.add_argument(
+        "--restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="start the run again from its newest checkpoint if a process fails, N times at most",
+    )
+    add_python(made)
+    made.set_defaults(again="")
+    return made
+
+
+def add_python(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--python",
+        action=_PythonOfPool,
+        default={},
+        metavar="POOL=COMMAND",
+        help="how Python is called for the processes of pool trainer, rollout or controller: another "
+        "environment's, or one in a container, e.g. 'rollout=apptainer exec --nv vllm.sif python3'",
+    )
+
+
+class _PythonOfPool(argparse.Action):
+    """Collects a command for each pool, split into words; no shell reads it."""
+
+    def __call__(self, parser, options, value, option=None) -> None:
+        pool, _, text = value.partition("=")
+        try:
+            command = shlex.split(text)
+        except ValueError as e:
+            raise argparse.ArgumentError(self, f"{text!r} is malformed: {e}") from None
+        if pool not in POOLS:
+            raise argparse.ArgumentError(self, f"{pool!r} is no pool; expected one of {', '.join(POOLS)}")
+        if not command or not shutil.which(command[0]):
+            raise argparse.ArgumentError(self, f"there is no program {command[0] if command else ''!r} on this node")
+        options.python = options.python | {pool: command}
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """A run that has passed all checks and can begin."""
+
+    config: Config
+    """The run's, with what the launcher has decided."""
+    run: Run
+    plan: ClusterPlan
+    checkpoint: SavedCheckpoint | None
+    """None: the run begins with the model of model.path."""
+
+    def begin(self) -> None:
+        """Begins an incarnation. Raises Replaced, and ConfigError if the run folder cannot be written."""
+        with _writing(self.run):
+            self.run.look()
+            if self.config.resume and not self.checkpoint:  # as also where a file system is not mounted
+                lacks = "checkpoint" if self.run.has_begun() else "run"
+                print(
+                    f"no {lacks} in {self.run.folder}: it begins from model.path={self.config.model.path}", flush=True
+                )
+            self.run.renew_secret()
+            config_file.save(self.config, self.run.config)
+            begin(self.run, self.checkpoint)
+
+
+@contextmanager
+def lease(config: Config) -> Iterator[Lease]:
+    """Holds the lease on the config's run. To be taken before anything slow: a second start is to be told at once.
+
+    Leaves no folder of a run that never began. Raises ConfigError if the run exists and is not to be resumed, if others
+    may write its folder, if that cannot be written, or if another launcher runs it.
+    """
+    run = Run(config.run_dir)
+    with ExitStack() as stack:
+        with _writing(run):
+            made = not os.path.lexists(run.folder)
+            if not made and not run.folder.is_dir():
+                raise ConfigError(f"{config.run_dir} is no folder, or links to one that is not there (not mounted?)")
+            if not made and not config.resume and (not run.leases.exists() or run.has_begun()):
+                raise ConfigError(
+                    f"{config.run_dir} exists: choose another name=…, continue it with resume=auto, or remove it"
+                )
+            if not made:
+                run.make_private()  # what others may have replaced is drawn anew when the run begins
+            held = stack.enter_context(Lease(run, config.machine.lease_s))
+        try:
+            yield held
+        finally:
+            if made and not run.began:
+                held.rest()
+                run.discard()
+
+
+@contextmanager
+def _writing(run: Run) -> Iterator[None]:
+    try:
+        yield
+    except OSError as e:  # as of a full disk
+        raise ConfigError(f"runs_dir: {run.folder} cannot be written: {e.strerror or e}") from e
+
+
+def check(
+    config: Config,
+    nodes: Sequence[Node],
+    rollout_nodes: Sequence[Node] = (),
+    gpu_gib: float = 0,
+    run: Run | None = None,
+    python: Mapping[str, Sequence[str]] = {},
+) -> Beginning:
+    """Checks everything and returns the run; the first arguments are those of plan.plan. Raises ConfigError.
+
+    `run`: the config's, as its launcher holds it; None: nothing is to be started, and of a model on the hub only the
+    description is fetched, and its weights are checked if they are here. `python`: as check_packages.
+    """
+    fetched = run is not None or Path(config.model.path).exists()
+    check_trackers(config.track)
+    fetch(config, run, fetched)
+    models = filter(None, (config.model.path, config.ppo.penalty.kl_model, config.reward.model))
+    weights = fetched or all(map(hub.has_weights, models))
+    outcome = plan(config, nodes, rollout_nodes, gpu_gib=gpu_gib, weights=weights)
+    if outcome.memory.shared and not gpu_gib:
+        raise ConfigError(
+            "machine.shared: nvidia-smi does not say how much memory these GPUs have, which the pools are to divide: "
+            "put it on the PATH, or give each pool GPUs of its own"
+        )
+    check_open_files(config, outcome.placement)
+    for warning in [*outcome.warnings, *check_options(config, python)]:
+        print(f"warning: {warning}", file=sys.stderr)
+    members = check_input(config, weights)
+    if weights:
+        _check_tensors(config)
+    held, run = run is not None, run or Run(config.run_dir)
+    checkpoint = _resumed(config, run, held)
+    if config.mode == "replay":
+        _check_replay(config, run, checkpoint)
+    elif checkpoint:
+        _check_same_data(config, run, checkpoint, members)
+    if config.checkpoint.every:
+        size = checkpoint_folder.size(checkpoint.folder) if checkpoint else outcome.memory.checkpoint
+        if warning := checkpoint_folder.shortage(run, config.checkpoint, size):
+            print(f"warning: {warning}", file=sys.stderr)
+    return Beginning(outcome.memory.recompute.apply(config), run, outcome, checkpoint)
+
+
+def check_open_files(config: Config, placement: Placement) -> None:
+    """Raises ConfigError if a process of the run may open fewer files than it needs on its node."""
+    files = {node.name: node.files for node in placement.nodes if node.files}
+    for process in placement.processes:
+        if process.pool == "controller" and config.mode == "rl" and process.node in files:
+            descriptors.check(config, files[process.node])
+        if process.pool == "trainer" and process.node in files:
+            descriptors.check_trainer(config, files[process.node])
+
+
+def check_packages(config: Config, python: Mapping[str, Sequence[str]], pools: Sequence[str] = POOLS) -> None:
+    """Raises ConfigError if one of `pools` cannot run with the packages of this interpreter. A pool to which `python`
+    gives another is left out: its processes look themselves, when they start."""
+    needed = {"trainer", "rollout"} if config.mode == "rl" else {"trainer"}
+    for pool in pools:
+        if pool in needed and pool not in python and (problem := versions.problem(pool, config)):
+            raise ConfigError(problem)
+
+
+def decide_device(config: Config, gpus: Mapping[str, Sequence[int | str]]) -> str:
+    """Returns machine.device, where `auto` is decided by the GPUs that each node gives, by its name.
+
+    Raises ConfigError if only some nodes have GPUs, or if none has although config or job asked for them: a run meant
+    for GPUs is never to be on cores.
+    """
+    if config.machine.device == "cpu":
+        return "cpu"
+    without = [name for name, own in gpus.items() if not own]
+    asked = [n for n, v in os.environ.items() if v and (n.startswith(_LISTS) or (n.startswith(_COUNTS) and v != "0"))]
+    if config.machine.device == "auto" and len(without) == len(gpus) and not asked:
+        return "cpu"
+    if without:
+        named = ", ".join(without[:3]) + f" and {len(without) - 3} more" * (len(without) > 3)
+        meant = [f"machine.device={config.machine.device}", *asked[:1]]
+        meant += ["other nodes have some"] * (len(without) < len(gpus))
+        raise ConfigError(
+            f"no GPU for this run on {named} ({', '.join(meant)}): ask for them, e.g. sbatch --gpus-per-node=8, see "
+            "whether nvidia-smi lists them there, or choose the cores with machine.device=cpu"
+        )
+    return "cuda"
+
+
+def fetch(config: Config, run: Run | None = None, weights: bool = True) -> None:
+    """Brings models and data that are named on the hub onto this disk. The config then has the models' folders, and the
+    commits of the data; those that `run` has, if it is resumed. Raises ConfigError.
+
+    Unless everything is there, the hub is asked by this process alone, before anything has been started. A model that
+    cannot be trained is refused before its weights are fetched.
+    """
+    before = None
+    if run is not None and config.resume and run.config.exists():
+        with suppress(ConfigError):  # of a version of this project with other keys
+            before = config_file.load(run.config)
+    earlier = before.model.path if before else ""
+    config.model.path = hub.model_folder(config.model.path, "model.path", weights, earlier, _check_description)
+    if teacher := config.ppo.penalty.kl_model:
+        earlier = before.ppo.penalty.kl_model if before else ""
+        config.ppo.penalty.kl_model = hub.model_folder(teacher, "ppo.penalty.kl_model", weights, earlier)
+    if scorer := config.reward.model:
+        earlier = before.reward.model if before else ""
+        config.reward.model = hub.model_folder(scorer, "reward.model", weights, earlier)
+    if config.mode == "replay":
+        return
+    commits = files.commits(before) if before else {}
+    places = {"data": config.data} | {f"environments.{n}": own for n, own in enumerate(config.environments)}
+    for place, own in places.items():
+        own.train = own.train and files.fetch(own.train, f"{place}.train", commits)
+        own.eval = own.eval and files.fetch(own.eval, f"{place}.eval", commits)
+
+
+def _check_description(folder: str) -> None:
+    check_published(folder)
+    Tokenizer(folder, untried=True)
+
+
+def check_input(config: Config, weights: bool = True) -> Sequence[Member]:
+    """Checks what can be checked without nodes, of a config whose models and data are on this disk; `weights`: those of
+    the models too. Returns what data.train holds, nothing for a replay. Raises ConfigError."""
+    members: Sequence[Member] = ()
+    check_model(config, weights)
+    if config.mode != "replay":
+        members = check_data(config, lambda line: print(line, file=sys.stderr), problem_with_answers)
+    for own in config.by_environment() if config.mode == "rl" else ():
+        if own.reward.of_model:
+            Tokenizer(own.reward.model, untried=True)
+        else:
+            load_function(own.reward.function, own.reward.timeout_s)
+        if own.reward.group_function:
+            load_group_function(own.reward.group_function)
+        check_workflow(own)
+    if config.mode == "rl":
+        try_rewards(config, members, lambda line: print(line, file=sys.stderr))
+    return members
+
+
+def _check_tensors(config: Config) -> None:
+    """Raises ConfigError unless each model has the tensors that its config.json asks for, and no others: those would be
+    left out, by engines too, without a word."""
+    models = {"model.path": config.model.path, "ppo.penalty.kl_model": config.ppo.penalty.kl_model}
+    for key, path in (models | {"reward.model": config.reward.model}).items():
+        try:
+            if path:
+                HfFolder.of_model(Path(path), read_config(path)).close()
+        except CheckpointError as e:
+            raise ConfigError(f"{key}: {e}") from None
+
+
+def _check_same_data(config: Config, run: Run, checkpoint: SavedCheckpoint, members: Sequence[Member]) -> None:
+    """Raises ConfigError if a checkpoint of this run was made with other rows, or anything else on which its answers
+    depend; warns if it is another run's."""
+    if saved := saved_in(checkpoint.folder):
+        now = drawing_of(config, members, Tokenizer(config.model.path))
+        own = checkpoint.folder.parent == run.checkpoints
+        goes_on(saved, now, members, checkpoint.folder, own, lambda line: print(f"warning: {line}", file=sys.stderr))
+
+
+def _check_replay(config: Config, run: Run, checkpoint: SavedCheckpoint | None) -> None:
+    """Raises ConfigError if the folder lacks batches that the replay needs."""
+    folder = Path(config.data.train)
+    if folder.absolute().is_relative_to(run.folder):
+        raise ConfigError(f"name: {config.name} is the run whose batches are replayed; choose another name=…")
+    if checkpoint and checkpoint.folder.parent == run.checkpoints:
+        check_same(folder, checkpoint.folder)
+    first = recorded(folder, checkpoint.batches if checkpoint else 0, config.batch_size)[0]
+    check_tokens(read_dump(first), first, read_config(config.model.path)["vocab_size"])
+
+
+def begin(run: Run, checkpoint: SavedCheckpoint | None, keep: Collection[str] = ()) -> None:
+    """Begins an incarnation, from the checkpoint or from the start. `keep`: names of the processes that stay alive."""
+    if checkpoint is None:
+        run.begin()
+        return
+    alive = f"; {len(keep)} engines keep running" if keep else ""
+    print(f"resuming from {checkpoint.folder}, policy version {checkpoint.version}{alive}", flush=True)
+    run.begin(
+        version=checkpoint.version,
+        batches=checkpoint.batches,
+        checkpoint=str(checkpoint.folder),
+        after=checkpoint.incarnation if checkpoint.folder.parent == run.checkpoints else None,
+        keep=keep,
+    )
+
+
+def newest(run: Run, held: bool = True) -> SavedCheckpoint | None:
+    """Returns the checkpoint from which the run goes on, if there is one, and warns of newer ones that are broken.
+
+    `held`: this process holds the lease, and so may put checkpoints right. Raises ConfigError if there are checkpoints
+    and all of them are broken, or if their folder is gone.
+    """
+    try:
+        if held:
+            checkpoint_folder.put_back(run)
+        checkpoint, problems = checkpoint_folder.resumable(run)
+    except FileNotFoundError as e:
+        raise ConfigError(
+            f"resume: {e.filename} is not there although {run.folder} has been run: put it back, or begin anew under "
+            "another name=…"
+        ) from None
+    if problems and not checkpoint:
+        raise ConfigError(
+            f"resume: no checkpoint in {run.checkpoints} is whole; {problems[0]}: put a copy of it back, or begin anew "
+            "under another name=…"
+        )
+    for problem in problems:
+        print(f"warning: {problem}; resuming from the one before", file=sys.stderr)
+    return checkpoint
+
+
+def _resumed(config: Config, run: Run, held: bool) -> SavedCheckpoint | None:
+    """Returns the checkpoint that `resume` names; None: begin from the start. Raises ConfigError."""
+    if config.resume not in ("", "auto"):
+        return checkpoint_folder.read(Path(config.resume).absolute())
+    return newest(run, held) if config.resume and (held or run.folder.exists()) else None

@@ -1,0 +1,454 @@
+"""The figures of an evaluation, and the folder in which a killed one continues."""
+
+import asyncio
+import itertools
+import json
+import math
+import shutil
+import subprocess
+import sys
+from fractions import Fraction
+from statistics import NormalDist, mean, stdev
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from areal_megatron.config import ConfigError, config_file
+from areal_megatron.controller.changed import Changed
+from areal_megatron.controller.engine import Engine
+from areal_megatron.controller.environment import Environment, Environments
+from areal_megatron.controller.evaluation import Evaluation
+from areal_megatron.controller.sampler import Sampler
+from areal_megatron.data.prompts import read_prompts
+from areal_megatron.engine.client import Completion
+from areal_megatron.launch import evaluate
+from areal_megatron.observe.estimates import estimate, figures, pass_at_k
+from areal_megatron.observe.evaluation_folder import Folder, Sampled, files_digest
+from areal_megatron.observe.timeline import Timeline
+from areal_megatron.run.folder import Run
+from areal_megatron.workflows.runner import runner_of
+from areal_megatron.workflows.sampling import Decoding
+from areal_megatron.workflows.scoring import Score
+from tests.support.reshard_oracle import CONFIG
+from tests.unit.controller.test_evaluation import Kept
+
+
+@pytest.mark.parametrize("n", range(1, 8))
+def test_pass_at_k_is_the_share_of_all_subsets_with_a_correct_answer(n):
+    for c, k in itertools.product(range(n + 1), range(1, n + 1)):
+        answers = [True] * c + [False] * (n - c)
+        subsets = [any(subset) for subset in itertools.combinations(answers, k)]
+        assert pass_at_k(n, c, k) == float(Fraction(sum(subsets), len(subsets)))
+
+
+@pytest.mark.parametrize(
+    ("n", "c", "k", "value"),
+    [
+        (5, 2, 2, 0.7),
+        (10, 3, 1, 0.3),
+        (10, 3, 5, 11 / 12),
+        (200, 1, 100, 0.5),
+        (200, 0, 100, 0.0),
+        (200, 101, 100, 1.0),
+        (64, 64, 1, 1.0),
+        (100_000, 1, 1, 1e-5),
+    ],
+)
+def test_recorded_cases(n, c, k, value):
+    assert pass_at_k(n, c, k) == value
+
+
+@pytest.mark.parametrize(("n", "c", "k"), [(200, 3, 100), (1000, 1, 10), (4096, 17, 512), (100_000, 2, 50_000)])
+def test_large_cases_agree_with_the_product_of_the_paper(n, c, k):
+    log = math.fsum(math.log1p(-k / i) for i in range(n - c + 1, n + 1))
+    assert pass_at_k(n, c, k) == pytest.approx(-math.expm1(log), rel=1e-12)
+
+
+@pytest.mark.parametrize(("n", "c", "k"), [(4, 1, 5), (4, 5, 1), (4, 1, 0), (4, -1, 1)])
+def test_what_cannot_be_estimated_is_refused(n, c, k):
+    with pytest.raises(ValueError, match="pass@"):
+        pass_at_k(n, c, k)
+
+
+def test_intervals_are_the_normal_ones_where_there_are_many_items():
+    values = np.random.default_rng(1).choice([0, 0.25, 0.5, 1], 2000).tolist()
+    found, half = estimate(values), NormalDist().inv_cdf(0.975) * stdev(values) / len(values) ** 0.5
+    assert found.value == pytest.approx(mean(values))
+    assert (found.low, found.high) == pytest.approx((mean(values) - half, mean(values) + half), abs=0.05 * half)
+    assert estimate(values) == found
+
+
+def test_intervals_hold_the_truth_as_often_as_they_say():
+    """40 items of four answers, the items of very different difficulty: answers of one item are alike."""
+    draw = np.random.default_rng(2)
+    held = 0
+    for _ in range(200):
+        difficulty = draw.beta(0.7, 0.7, 40)
+        found = estimate(draw.binomial(4, difficulty) / 4)
+        held += found.low <= 0.5 <= found.high
+    assert 0.89 <= held / 200 <= 0.99
+
+
+@pytest.mark.parametrize("items", [1, 7, 30])
+def test_where_every_item_is_alike_the_interval_is_that_of_a_binomial(items):
+    """The chance of no success at the upper bound is 2.5%."""
+    nothing, everything = estimate([0.0] * items), estimate([1.0] * items)
+    assert (nothing.value, nothing.low) == (0, 0) and (1 - nothing.high) ** items == pytest.approx(0.025)
+    assert (everything.value, everything.high) == (1, 1) and everything.low**items == pytest.approx(0.025)
+
+
+def sampled(item, sample, correct=True, **changes):
+    return Sampled(
+        item=item,
+        sample=sample,
+        seed=7,
+        score=float(correct),
+        correct=correct,
+        **({"truncated": False, "tokens": 3, "response": 'ü\n"x"'} | changes),
+    )
+
+
+def test_figures_follow_from_the_answers_in_whatever_order():
+    correct = {0: [1, 0, 0, 0], 3: [1, 1, 1, 1], 5: [0, 0, 0, 0]}
+    answers = [
+        sampled(item, k, bool(own[k]), tokens=k, truncated=k == 0) for item, own in correct.items() for k in range(4)
+    ]
+    files = {0: "a", 3: "b", 5: "a"}
+    result = evaluate.result_of(answers, 4, [1, 2], files)
+    assert (result["items"], result["n"]) == (3, 4)
+    assert result["avg@4"]["value"] == result["pass@1"]["value"] == pytest.approx(5 / 12)
+    assert result["pass@2"]["value"] == pytest.approx((0.5 + 1 + 0) / 3)
+    assert (result["truncated_share"], result["response_tokens_mean"]) == (0.25, 1.5)
+    assert evaluate.result_of(answers[::-1], 4, [1, 2], files) == result
+    assert evaluate.result_of(sorted(answers, key=lambda answer: answer.sample), 4, [1, 2], files) == result
+    table = evaluate.table(result)
+    assert "pass@2" in table and "3 items × 4 answers" in table and "2 items × 4 answers" in table
+    assert list(result["files"]) == ["a", "b"]
+    for name, items in (("a", [0, 5]), ("b", [3])):
+        own = [answer for answer in answers if answer.item in items]
+        alone = evaluate.result_of(own, 4, [1, 2], {item: files[item] for item in items})
+        assert "files" not in alone and {"n": 4, "failed": 0} | result["files"][name] == alone
+    failed = evaluate.result_of(answers[1:], 4, [1, 2], files)
+    assert (result["failed"], failed["failed"], failed["items"]) == (0, 1, 3)
+    assert "left out" not in table and "1 answers left out, since their rewards failed" in evaluate.table(failed)
+
+
+def test_items_that_lack_an_answer_count_with_those_they_have():
+    """An answer whose reward failed is none."""
+    answers = [sampled(0, k, correct=k == 0) for k in range(3)] + [sampled(1, 0), sampled(1, 1, correct=False)]
+    found = figures(answers, 3, [2, 3])
+    assert found["items"] == 2
+    assert found["avg@3"]["value"] == pytest.approx((1 / 3 + 1 / 2) / 2)
+    assert found["pass@2"]["value"] == pytest.approx((2 / 3 + 1) / 2)
+    assert found["pass@3"]["value"] == 1  # of the first item alone
+    assert figures([], 3, [3]) == {"items": 0}
+
+
+class Answering:
+    """An engine's client whose answers are two tokens."""
+
+    async def generate(self, prompt, *, n, **_):
+        return [Completion(np.ones(2, np.int32), np.zeros(2, np.float32), np.zeros(2, np.int32), "stop")] * n
+
+
+class Away:
+    """Scores answers; the rewards of the first ones fail."""
+
+    def __init__(self, failures):
+        self.failures = failures
+
+    async def score(self, prompt, completions):
+        self.failures -= 1
+        score = Score(reward=1.0, correct=True, truncated=False, trained=True)
+        return [score.failed_by("the service is away") if self.failures >= 0 else score for _ in completions]
+
+
+def test_answers_whose_rewards_failed_are_asked_for_again(world, tmp_path):
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"prompt": "1+1=", "answer": 2}\n{"prompt": "1+2=", "answer": 3}\n')
+    options = [str(world / "model"), str(data), "--n", "3", "--max-new-tokens", "8"]
+    evaluation = evaluate.OfflineEvaluation(evaluate._options(options))
+    for failures, left in ((2, 2), (1, 1), (0, 0)):
+        engine = Engine(0, SimpleNamespace(name="engine-0", generate=Answering().generate), None)
+        with Folder(tmp_path / "out", evaluation.settings) as folder:
+            asyncio.run(evaluation._ask(engine, [Environment(evaluation.kinds[0], Away(failures))], folder))
+            assert len(evaluation.missing(folder)) == left and len(folder.answers) == 6 - left
+            result = evaluate.result_of(list(folder.answers.values()), 3, [1], evaluation.files)
+            assert result["failed"] == left and result["avg@3"]["value"] == 1
+        rated = tmp_path / "rated.jsonl"
+        evaluate.write_pass_rates(str(data), [a for a in folder.answers.values() if a.item == 0], rated)
+        assert [json.loads(line).get("pass_rate") for line in rated.read_text().splitlines()] == [1, None]
+
+
+SETTINGS = {"model": "m", "n": 2, "temperature": 0.7}
+
+
+def test_answers_are_there_again_and_a_torn_line_is_not(tmp_path):
+    with Folder(tmp_path / "out", SETTINGS) as folder:
+        folder.add(sampled(0, 1))
+        folder.add(sampled(4, 0, correct=False))
+        whole = (tmp_path / "out" / "answers.jsonl").read_bytes()  # flushed by now
+        folder.add(sampled(4, 1))
+    path = tmp_path / "out" / "answers.jsonl"
+    full = path.read_bytes()
+    for length in range(len(whole), len(full)):
+        path.write_bytes(full[:length])
+        with Folder(tmp_path / "out", SETTINGS) as folder:
+            assert folder.answers == {(0, 1): sampled(0, 1), (4, 0): sampled(4, 0, correct=False)}
+            assert path.read_bytes() == whole
+            folder.add(sampled(4, 1))
+        assert path.read_bytes() == full
+    assert [json.loads(line)["item"] for line in path.read_text().splitlines()] == [0, 4, 4]
+
+
+def test_another_setting_is_refused_in_one_line_and_changes_nothing(tmp_path):
+    with Folder(tmp_path / "out", SETTINGS) as folder:
+        folder.add(sampled(0, 1))
+    before = {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()}
+    for change in ({"n": 4}, {"model": "other"}, {"temperature": 0.8}):
+        with pytest.raises(ConfigError, match="was begun with") as error:
+            Folder(tmp_path / "out", SETTINGS | change)
+        ((key, value),) = change.items()
+        assert f"{key}={SETTINGS[key]}, not {value}" in str(error.value) and "\n" not in str(error.value)
+    assert {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()} == before
+
+
+def test_an_evaluation_goes_on_with_the_same_rows_wherever_they_are_and_with_no_others(world, tmp_path):
+    """The template shows the second: what it renders is no setting."""
+    model, data, out = tmp_path / "model", tmp_path / "data.jsonl", tmp_path / "out"
+    shutil.copytree(world / "model", model)
+    template = model / "chat_template.jinja"
+    template.write_text("{{ strftime_now('%f') }}{{ messages[0]['content'] }}")
+    data.write_text('{"prompt": "1+1=", "answer": 2}\n{"prompt": "1+2=", "answer": 3}\n')
+
+    def go_on(place):
+        evaluation = evaluate.OfflineEvaluation(evaluate._options([str(model), str(place), "--max-new-tokens", "8"]))
+        with Folder(out, evaluation.settings):
+            pass
+
+    go_on(data)
+    moved, edited = tmp_path / "moved.json", tmp_path / "edited.jsonl"
+    moved.write_text('[{"answer": "2", "prompt": "1+1="}, {"answer": "3", "prompt": "1+2="}]')
+    go_on(moved)
+    for line in ('{"prompt": "1+3=", "answer": 3}', '{"prompt": "1+2=", "answer": 4}'):
+        edited.write_text('{"prompt": "1+1=", "answer": 2}\n' + line)
+        with pytest.raises(ConfigError, match=r"out: was begun with other rows; choose another --out"):
+            go_on(edited)
+    template.write_text("{{ strftime_now('%f') }} {{ messages[0]['content'] }}")
+    with pytest.raises(ConfigError, match=r"out: was begun with another chat template; choose another --out"):
+        go_on(data)
+
+
+def test_a_folder_of_something_else_is_left_alone(tmp_path):
+    (tmp_path / "engine").mkdir()
+    with pytest.raises(ConfigError, match="holds something else than an evaluation"):
+        Folder(tmp_path, SETTINGS)
+    assert [file.name for file in tmp_path.iterdir()] == ["engine"]
+
+
+def test_a_line_that_is_no_answer_is_named(tmp_path):
+    with Folder(tmp_path / "out", SETTINGS) as folder:
+        folder.add(sampled(0, 1))
+    with (tmp_path / "out" / "answers.jsonl").open("a") as file:
+        file.write('{"item": "x"}\n')
+    with pytest.raises(ConfigError, match=r"answers.jsonl:2: no answer"):
+        Folder(tmp_path / "out", SETTINGS)
+
+
+def test_two_evaluations_do_not_write_into_one_folder(tmp_path):
+    code = (
+        "import sys; from areal_megatron.observe.evaluation_folder import *; "
+        "Folder(Path(sys.argv[1]), {'n': 2}).add; sys.exit(9)"
+    )
+    with Folder(tmp_path / "out", {"n": 2}):
+        second = subprocess.run(
+            [sys.executable, "-c", code, str(tmp_path / "out")],
+            capture_output=True,
+            text=True,
+            env={"PYTHONPATH": "."},
+            timeout=60,
+        )
+    assert "another evaluation is writing here" in second.stderr
+
+
+def test_a_model_that_was_written_anew_is_another_model(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"1234")
+    before = files_digest(tmp_path)
+    assert files_digest(tmp_path) == before
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "model.safetensors").write_bytes(b"1235")
+    assert files_digest(tmp_path) != before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--n", "2", "--k", "1,4"], "--k: pass@4 needs --n 4"),
+        (["--n", "0"], "--n: must be above 0"),
+        (["--k", "0"], "--k: must be above 0"),
+        (["--k", "x"], "--k"),
+        (["--temperature", "0", "--n", "2"], "--temperature: 0 with --n 2"),
+        (["--temperature", "-1"], "--temperature"),
+        (["--seed", "-1"], "--seed"),
+        (["--top-p", "0"], "--top-p: must be above 0"),
+        (["--top-p", "1.1"], "--top-p"),
+        (["--top-k", "-1"], "--top-k: must be 0 or more"),
+    ],
+)
+def test_wrong_options(arguments, problem, capsys):
+    with pytest.raises(SystemExit) as ended:
+        evaluate.main(["model", "data", *arguments])
+    assert ended.value.code == 2 and problem in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "arguments", "problem"),
+    [
+        ("nowhere", "good", [], "nowhere"),
+        ("model", "nowhere.jsonl", [], "nowhere.jsonl: cannot read the dataset"),
+        ("model", "bad", [], "bad.jsonl:2: field 'answer' is missing"),
+        ("model", "good", ["--reward", "maths"], "'maths' is no reward"),
+        ("model", "good", ["--reward", "choice"], "good.jsonl:1: the reward choice cannot use the answer"),
+        ("model", "good", ["--max-new-tokens", "100000"], "max_position_embeddings=512"),
+    ],
+)
+def test_wrong_input_ends_with_one_line_before_anything_starts(
+    world, tmp_path, capsys, model, data, arguments, problem
+):
+    (tmp_path / "good.jsonl").write_text('{"prompt": "1+1=", "answer": 2}\n')
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "1+1=", "answer": 2}\n{"prompt": "1+1="}\n')
+    path = tmp_path / f"{data}.jsonl" if data in ("good", "bad") else data
+    common = ["--max-new-tokens", "8", "--out", str(tmp_path / "out")]
+    assert evaluate.main([str(world / model), str(path), *common, *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and problem in error
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_a_model_is_evaluated_in_the_dtype_that_it_is_stored_in(tmp_path, dtype):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"dtype": dtype}))
+    assert evaluate.config_of(evaluate._options([str(tmp_path), "data"])).model.dtype == dtype
+
+
+def test_a_model_of_a_dtype_that_engines_do_not_compute_in_is_evaluated_in_bfloat16(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"dtype": "float64"}))
+    assert evaluate.config_of(evaluate._options([str(tmp_path), "data"])).model.dtype == "bfloat16"
+
+
+RUN = """
+name: mine
+updates: 3
+batch_size: 4
+seed: 3
+model: {path: MODEL}
+data: {train: TRAIN, eval: EVAL, max_prompt_tokens: 5}
+rollout: {group_size: 2, max_new_tokens: 7, workflow: WORKFLOW, turns: 2, max_running: 3}
+reward: {function: "tests.support.rewards:coarse", wrong: -2, right: 4}
+eval: {n: 3, temperature: 0.5, top_p: 0.9}
+"""
+
+
+class Seeded:
+    """An engine's client: tokens follow from the prompt and the seed, and answers from what it is asked for."""
+
+    name = "engine-0"
+
+    def __init__(self):
+        self.asked = set()
+
+    async def generate(self, prompt, *, n, seed, max_tokens, **options):
+        decoding = options["temperature"], options["top_p"], options["top_k"]
+        self.asked |= {(tuple(prompt), seed + k, max_tokens, decoding) for k in range(n)}
+        return [self._answer([*prompt, seed + k], max_tokens) for k in range(n)]
+
+    def _answer(self, key, most):
+        draw = np.random.default_rng([abs(number) for number in key])
+        tokens = draw.integers(4, 14, draw.integers(1, most + 1)).astype(np.int32)
+        return Completion(tokens, np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32), "stop")
+
+
+async def twice(episode):
+    await episode.sample()
+    await episode.sample()
+
+
+@pytest.mark.parametrize("workflow", ["single_turn", f"{__name__}:twice"])
+def test_a_run_is_evaluated_as_it_evaluates_itself(world, tmp_path, workflow):
+    """The same prompts, seeds, limits, ways to draw and scores, whatever the model: of an evaluation in the controller
+    and of one by itself, with the run's folder alone."""
+    data = tmp_path / "eval.jsonl"
+    rows = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in (1, 22, 3, 44)] + [{"prompt": "111+111=", "answer": 1}]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = tmp_path / "mine"
+    shutil.copytree(world / "model", run / "hf")
+    values = {"MODEL": world / "model", "TRAIN": data, "EVAL": data, "WORKFLOW": workflow}
+    text = RUN
+    for name, value in values.items():
+        text = text.replace(name, str(value))
+    (run / "config.yaml").write_text(text if workflow != "single_turn" else text.replace("turns: 2, ", ""))
+    evaluation = evaluate.OfflineEvaluation(evaluate._options([str(run)]))
+    config = config_file.load(run / "config.yaml")
+    apart, inside = Seeded(), Seeded()
+
+    async def both(folder):
+        environments = Environments(config, evaluation.tokenizer, Run(run))
+        await environments.start()
+        engine = Engine(0, inside, Timeline(tmp_path / "timeline", "x"), Changed())
+        sampler = Sampler(
+            engines=[engine],
+            is_lost=None,
+            stop_tokens=evaluation.tokenizer.stop_tokens,
+            environments=environments.all,
+            timeline=Timeline(tmp_path / "timeline", "x"),
+            evaluation=Decoding(config.eval.temperature, config.eval.top_p, config.eval.top_k),
+        )
+        prompts = read_prompts(config, "eval", evaluation.tokenizer)
+        try:
+            found = await Evaluation(config, sampler, prompts, Changed(), str, Kept()).run(0)
+            (own,) = evaluation.kinds
+            scorer = environments.all[0].scorer
+            kinds = [Environment(own, scorer, runner_of(own, evaluation.tokenizer, scorer))]
+            await evaluation._ask(Engine(0, apart, None), kinds, folder)
+        finally:
+            await environments.close()
+        return found
+
+    with Folder(tmp_path / "out", evaluation.settings) as folder:
+        found = asyncio.run(asyncio.wait_for(both(folder), 60))
+        result = evaluate.result_of(list(folder.answers.values()), evaluation.n, evaluation.ks, evaluation.files)
+    assert apart.asked == inside.asked and (len(apart.asked) > 12) == (workflow != "single_turn")
+    assert found["too_long"] == 1 and result["items"] == found["items"] == 4
+    assert result["avg@3"]["value"] == found["accuracy"]
+    assert 0 < found["accuracy"] < 1
+    for key in ("truncated_share", "response_tokens_mean"):
+        assert result[key] == found[key]
+    answer = json.loads((tmp_path / "out/answers.jsonl").read_text().splitlines()[0])
+    row = rows[answer["item"]]
+    assert (answer["prompt"], answer["answer"]) == (row["prompt"], row["answer"])
+    options = evaluate._options([str(run), "--n", "1", "--temperature", "0", "--max-new-tokens", "3", "--tp", "2"])
+    changed = evaluate.config_of_run(options, run)
+    assert (changed.eval.n, changed.eval.temperature, changed.eval.top_p) == (1, 0, 0.9)
+    assert (changed.rollout.max_new_tokens, changed.rollout.tp, changed.seed) == (3, 2, 3)
+    assert evaluate.config_of(evaluate._options([str(run / "hf"), "x"])).reward.function.endswith(":coarse") is False
+    (run / "incarnations").mkdir()
+    assert evaluate.config_of(evaluate._options([str(run / "hf"), "x"])).reward.function.endswith(":coarse")
+
+
+def test_what_cannot_be_evaluated_of_a_run_is_said_in_one_line(world, tmp_path, capsys):
+    run = tmp_path / "mine"
+    run.mkdir()
+    text = RUN.replace("WORKFLOW, turns: 2", "single_turn").replace("EVAL", "''").replace("MODEL", str(world / "model"))
+
+    def refused(config, *arguments):
+        (run / "config.yaml").write_text(config)
+        assert evaluate.main([str(run), *arguments]) == 2
+        return capsys.readouterr().err
+
+    assert "mine has no data.eval: name the data, areal evaluate" in refused(text)
+    supervised = "name: x\nupdates: 1\nmode: sft\nmodel: {path: m}\ndata: {train: t}\n"
+    assert "mine is a run of mode=sft, which has no reward" in refused(supervised)
+    assert "mine has no model yet, neither hf/ nor one in exports/" in refused(text, str(world / "heldout.jsonl"))
+    assert evaluate.main([str(world / "model")]) == 2
+    assert "DATA missing: areal evaluate MODEL DATA" in capsys.readouterr().err
