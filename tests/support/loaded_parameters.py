@@ -10,6 +10,7 @@ parameter that is [shape, dtype, contiguous, sha256], of logits [dtype, how far 
 ones are from those rounded to the dtype].
 """
 
+import gc
 import hashlib
 import json
 import multiprocessing
@@ -116,6 +117,7 @@ def live(rank: int, folder: Path) -> None:
 def main() -> int:
     ranks, folder = int(sys.argv[1]), Path(sys.argv[2]).resolve()
     torch.set_num_threads(1)
+    gc.freeze()  # vLLM collects garbage twice a model: without what was imported it takes no time
     fork = multiprocessing.get_context("fork")
     processes = [fork.Process(target=live, args=(rank, folder), daemon=True) for rank in range(ranks)]
     for process in processes:
