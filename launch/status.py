@@ -5,7 +5,7 @@ the logs are. If the launcher's last record is old, waits some seconds for anoth
 1: it has failed, was interrupted, or its launcher is gone, 2: no such run. Imports neither torch nor vllm.
 
 `--web` serves a page that shows the same, the report's curves and the trajectories while the run goes on, until Ctrl-C;
-it prints the address. The run need not have begun, and may have ended.
+it prints the address. The run need not have begun, and may have ended. A folder of several runs gets one page of them.
 """
 
 from __future__ import annotations

@@ -10,13 +10,16 @@ const by = (id) => document.getElementById(id);
 let token = location.hash.slice(1);
 if (token.length >= 32) {
   sessionStorage.setItem("token", token);
-  history.replaceState(null, "", location.pathname);
+  history.replaceState(null, "", location.pathname + location.search);
 } else token = sessionStorage.getItem("token") || "";
 
 const saved = by("saved") && JSON.parse(by("saved").textContent); // a report has its data in itself
 
-async function ask(path) {
-  const response = await fetch(path, { headers: { Authorization: `Bearer ${token}` } });
+const chosen = new URLSearchParams(location.search).get("run"); // of several runs; null: all of them, or the only one
+
+async function ask(path, run = chosen) {
+  const one = run === null ? "" : `${path.includes("?") ? "&" : "?"}run=${encodeURIComponent(run)}`;
+  const response = await fetch(path + one, { headers: { Authorization: `Bearer ${token}` } });
   const found = await response.json();
   if (!response.ok) throw Object.assign(new Error(found.error || response.statusText), { status: response.status });
   return found;
@@ -132,7 +135,7 @@ function plot(figure, all) {
         svg.append(draw("line", { class: "interval", stroke: curve.colour, x1: x(value), x2: x(value), y1: y(curve.interval[0][i]), y2: y(curve.interval[1][i]) })));
     }
     const line = px.map((value, i) => `${x(value).toFixed(1)},${y(py[i]).toFixed(1)}`);
-    svg.append(draw("polyline", { class: "curve", stroke: curve.colour, points: line.join(" ") }));
+    svg.append(draw("polyline", { class: "curve", stroke: curve.colour, "stroke-dasharray": curve.dash || "none", points: line.join(" ") }));
     if (px.length < 15) {
       px.forEach((value, i) => svg.append(draw("circle", { cx: x(value), cy: y(py[i]), r: curve.marked ? 3.5 : 2.5, fill: curve.colour })));
     }
@@ -155,7 +158,7 @@ function nearest(points, at) {
 }
 
 function legend(figure, at) {
-  const items = figure.curves.filter((curve) => curve.points[0].length).map((curve) => {
+  const items = figure.curves.filter((curve) => curve.points[0].length && !curve.quiet).map((curve) => {
     const i = at === null ? curve.points[0].length - 1 : nearest(curve.points, at);
     const item = make("span", {}, make("i", { className: "swatch" }), curve.label ? `${curve.label} ` : "");
     item.firstChild.style.background = curve.colour;
@@ -203,7 +206,7 @@ function showCurves(all) {
   if (by("figures").dataset.names !== names) {
     by("figures").dataset.names = names;
     by("figures").replaceChildren();
-    by("sections").replaceChildren(make("a", { href: "#processes-head" }, "Processes"));
+    by("sections").replaceChildren(...(all.tables.length ? [make("a", { href: "#processes-head" }, "Processes")] : []));
     figures.clear();
     all.sections.forEach((section, i) => {
       if (!section.figures.some(shownFigure)) return;
@@ -212,8 +215,8 @@ function showCurves(all) {
       by("sections").append(make("a", { href: `#section-${i}` }, section.title));
     });
     if (evaluations.length) by("sections").append(make("a", { href: "#answers-head" }, "Answers"));
-    if (!saved) by("sections").append(make("a", { href: "#trajectories-head" }, "Trajectories"));
-    by("sections").append(make("a", { href: "#tables" }, "Figures of the run"));
+    if (!saved && all.tables.length) by("sections").append(make("a", { href: "#trajectories-head" }, "Trajectories"));
+    if (all.tables.length) by("sections").append(make("a", { href: "#tables" }, "Figures of the run"));
   }
   all.sections.forEach((section, i) => {
     const place = by(`figures-${i}`), shown = section.figures.filter(shownFigure);
@@ -285,6 +288,105 @@ function complain(text) {
   set("problem", text);
 }
 
+// ---------------------------------------------------------------- several runs
+
+const RUN_COLOURS = ["#2563eb", "#ea580c", "#0d9488", "#9333ea", "#ca8a04", "#db2777", "#65a30d", "#0891b2"];
+const DASHES = ["", "6 3", "2 3", "9 3 2 3", "1 5", "12 4"]; // of the curves of a figure
+const NAMES = ["", "dashed", "dotted", "dash-dotted", "sparsely dotted", "long dashes"];
+const drawn = new Map(); // a run that is drawn → its colour, and its curves of a revision
+let offered = false, listedRuns = "";
+
+function addRun(name) {
+  const used = new Set([...drawn.values()].map((run) => run.colour));
+  const colour = RUN_COLOURS.find((one) => !used.has(one));
+  if (colour) drawn.set(name, { colour, revision: null, curves: null });
+}
+
+async function showRuns(all) {
+  document.body.classList.add("several");
+  by("runs").hidden = false;
+  document.title = `${all.runs.length} runs`;
+  set("name", `${all.runs.length} runs`);
+  set("folder", all.folder);
+  if (!offered) all.runs.slice(0, RUN_COLOURS.length).forEach((run) => addRun(run.name));
+  offered = true;
+  for (const name of [...drawn.keys()]) if (!all.runs.some((run) => run.name === name)) drawn.delete(name);
+  listRuns(all);
+  complain(all.problem || (all.age_s > 10 ? `The run folders have not answered for ${ago(all.age_s)}.` : ""));
+  await Promise.all(all.runs.map(async ({ name, revision }) => {
+    const run = drawn.get(name);
+    if (!run || run.revision === revision || revision < 0) return;
+    [run.curves, run.revision] = [await ask("api/curves", name), revision];
+  }));
+  showCurves(overlaid());
+}
+
+function listRuns(all) {
+  const text = JSON.stringify([all.runs, [...drawn.keys()]]);
+  if (text === listedRuns) return;
+  listedRuns = text;
+  const names = ["drawn", "run", "state", "update", "reward", "held-out accuracy", "last update"];
+  const kind = (i) => ([3, 4].includes(i) ? "number" : "");
+  const lines = all.runs.map((run) => {
+    const box = make("input", { type: "checkbox", checked: drawn.has(run.name), ariaLabel: `draw ${run.name}` });
+    box.disabled = !box.checked && drawn.size === RUN_COLOURS.length;
+    box.addEventListener("change", () => {
+      if (box.checked) addRun(run.name);
+      else drawn.delete(run.name);
+      showRuns(all).catch(failed);
+    });
+    const swatch = make("i", { className: "swatch", hidden: !drawn.has(run.name) });
+    swatch.style.background = drawn.get(run.name)?.colour ?? "";
+    const link = make("a", { href: `?run=${encodeURIComponent(run.name)}#${token}` }, run.name);
+    const state = `${STATES[run.state] ?? run.state}${run.phase ? ` · ${run.phase}` : ""}`;
+    const cells = [state, run.updates ? `${run.version} of ${run.updates}` : "", run.reward || "", run.accuracy || "",
+      run.updated ? new Date(1000 * run.updated).toLocaleString("en-GB") : ""];
+    return make("tr", {}, make("td", {}, box, swatch), make("td", {}, link),
+      ...cells.map((cell, i) => make("td", { className: kind(i + 2) }, cell)));
+  });
+  by("all-runs").replaceChildren(make("tr", {}, ...names.map((name, i) => make("th", { className: kind(i) }, name))), ...lines);
+}
+
+// Figures of the same title in one: a colour for each run, a kind of line for each of its curves.
+function overlaid() {
+  const runs = [...drawn].filter(([, run]) => run.curves?.sections), sections = new Map();
+  for (const [name, { colour, curves }] of runs) {
+    for (const section of curves.sections) {
+      if (!sections.has(section.title)) sections.set(section.title, { ...section, figures: new Map() });
+      const figures = sections.get(section.title).figures;
+      for (const figure of section.figures.filter(({ kind }) => kind !== "histogram")) {
+        const known = figures.get(figure.title) ?? { ...figure, curves: [], lines: new Map() };
+        figures.set(figure.title, known);
+        figure.curves.forEach((curve) => {
+          if (!known.lines.has(curve.label)) known.lines.set(curve.label, known.lines.size);
+          const line = known.lines.get(curve.label) % DASHES.length;
+          const quiet = known.curves.some(({ label, points }) => label === name && points[0].length); // in the legend
+          known.curves.push({ points: curve.points, marked: curve.marked, colour, label: name, dash: DASHES[line], quiet });
+        });
+      }
+    }
+  }
+  const unit = ({ unit, lines }) => {
+    const kinds = [...lines].map(([label, i]) => [label, NAMES[i % NAMES.length]]).filter(([label]) => label);
+    const said = kinds.length > 1 ? kinds.map(([label, kind]) => (kind ? `${label} ${kind}` : label)).join(", ") : "";
+    return [unit, said].filter(Boolean).join("; ");
+  };
+  return {
+    x: [...new Set(runs.map(([, run]) => run.curves.x))].join(" or "),
+    end: Math.max(1, ...runs.map(([, run]) => run.curves.end)),
+    tables: [],
+    sections: [...sections.values()].map((section) => ({
+      ...section,
+      figures: [...section.figures.values()].map(({ lines, ...figure }) => ({ ...figure, unit: unit({ unit: figure.unit, lines }) })),
+    })),
+  };
+}
+
+if (chosen !== null) {
+  by("all").href = `./#${token}`;
+  by("back").hidden = false;
+}
+
 // ---------------------------------------------------------------- answers at each evaluation
 
 let evaluations = [], evaluated = null; // the version that is chosen; null: the newest
@@ -328,14 +430,14 @@ by("later").addEventListener("click", () => choose(by("evaluation").selectedInde
 // ---------------------------------------------------------------- trajectories
 
 // A batch may be large: it is asked for only while somebody looks at it.
-let stale = true, inView = false;
+let stale = true, inView = false, ofOne = false; // whether it is known that the page is that of one run
 new IntersectionObserver(([entry]) => {
   inView = entry.isIntersecting;
   renewBatch().catch(failed);
 }).observe(by("browser"));
 
 async function renewBatch() {
-  if (!inView || document.hidden || (!stale && listed !== null)) return;
+  if (!ofOne || !inView || document.hidden || (!stale && listed !== null)) return;
   stale = false;
   if (listed === null || (place.batch === null && place.from === 0)) await showBatch();
 }
@@ -443,13 +545,15 @@ async function look() {
   }
   try {
     const run = await ask("api/overview");
+    if (run.runs) await showRuns(run);
+    ofOne = "revision" in run;
     if (run.state) showOverview(run); // it has none before the first look at a slow file server
     if (run.state && run.answers !== answers) {
       const found = await ask("api/answers");
       showAnswers(found);
       answers = found.revision;
     }
-    if (run.revision !== revision) {
+    if (run.state && run.revision !== revision) {
       if (run.revision >= 0) showCurves(await ask("api/curves"));
       revision = run.revision;
       stale = true;

@@ -1,4 +1,4 @@
-"""A page that shows a run while it goes on: `areal status RUN --web`.
+"""A page that shows a run while it goes on: `areal status RUN --web`; or those of a folder, side by side.
 
 The page itself is three files without data (page.html, page.css, page.js). What they show comes from /api/, and only
 for who sends the token that is in the printed address, as `Authorization: Bearer TOKEN`. Everything is read from the
@@ -22,6 +22,7 @@ from aiohttp import web
 
 from areal_megatron.config import ConfigError
 from areal_megatron.launch.page.browser import Browser
+from areal_megatron.launch.page.runs import WatchedRuns, runs_in
 from areal_megatron.launch.page.watched import Watched, as_json
 from areal_megatron.run import descriptors
 from areal_megatron.run.folder import Run
@@ -46,10 +47,11 @@ _FILES = {
 
 
 class Page:
-    """The server of the page."""
+    """The server of the page. A request says by `?run=NAME` which of several runs it asks about."""
 
-    def __init__(self, run: Run, token: str):
-        self.watched, self.browser, self.server = Watched(run), Browser(run), HttpServer(self.answer)
+    def __init__(self, watched: Watched | WatchedRuns, token: str):
+        self.watched, self.server = watched, HttpServer(self.answer)
+        self._browsers: dict[Watched, Browser] = {}
         self._files = {path: Path(__file__).with_name(name).read_bytes() for path, (name, _) in _FILES.items()}
         self._routes = {
             "/api/overview": self._overview,
@@ -109,35 +111,46 @@ class Page:
 
     async def _overview(self, request: web.BaseRequest) -> web.Response:
         await self._fresh()
-        return _answer(self.watched.overview())
+        several = isinstance(self.watched, WatchedRuns) and "run" not in request.query
+        return _answer(self.watched.overview() if several else self._one(request).overview())
 
     async def _curves(self, request: web.BaseRequest) -> web.Response:
         await self._fresh()
-        response = web.Response(body=self.watched.curves() or b"{}", content_type="application/json")
+        response = web.Response(body=self._one(request).curves() or b"{}", content_type="application/json")
         response.enable_compression()
         return response
 
     async def _answers(self, request: web.BaseRequest) -> web.Response:
         await self._fresh()
-        response = _answer(self.watched.answers())
+        response = _answer(self._one(request).answers())
         response.enable_compression()
         return response
 
     async def _trajectories(self, request: web.BaseRequest) -> web.Response:
         batch, first = _number(request, "batch", None), _number(request, "from", 0)
-        return await self._browse(self.browser.page, batch, first, request.query.get("only", ""))
+        return await self._browse(request, Browser.page, batch, first, request.query.get("only", ""))
 
     async def _trajectory(self, request: web.BaseRequest) -> web.Response:
         places = (_number(request, name, 0) for name in ("batch", "index", "from"))
-        return await self._browse(self.browser.trajectory, *places)
+        return await self._browse(request, Browser.trajectory, *places)
 
-    async def _browse(self, function, *arguments) -> web.Response:
+    def _one(self, request: web.BaseRequest) -> Watched:
+        """Returns the run that is asked about. Raises HTTPNotFound."""
+        if isinstance(self.watched, Watched):
+            return self.watched
+        if found := self.watched.runs.get(request.query.get("run", "")):
+            return found
+        raise web.HTTPNotFound(reason="there is no such run any more")
+
+    async def _browse(self, request: web.BaseRequest, function, *arguments) -> web.Response:
         await self._fresh()
-        if self.watched.config is None:
+        watched = self._one(request)
+        browser = self._browsers.setdefault(watched, Browser(watched.run))
+        if watched.config is None:
             return _answer({"note": "The run has not begun."})
         async with self._reading:  # one batch at a time: each may be large
             try:
-                found = await asyncio.to_thread(function, self.watched.config, *arguments)
+                found = await asyncio.to_thread(function, browser, watched.config, *arguments)
             except ConfigError as e:
                 return _answer({"note": str(e)})
         response = _answer(found)
@@ -167,7 +180,10 @@ def token_of(run: Run) -> str:
 
 
 def serve(run: Run, host: str, port: int) -> None:
-    """Serves the page until SIGINT or SIGTERM, and prints its address. Raises ConfigError if it cannot listen."""
+    """Serves the page until SIGINT or SIGTERM, and prints its address. A folder of runs gets a page of them. Raises
+    ConfigError if it cannot listen."""
+    several = run.folder.is_dir() and not run.config.exists() and any(runs_in(run.folder))
+    watched = WatchedRuns(run.folder) if several else Watched(run)
     own, token = address(host), token_of(run)
     descriptors.raise_limit()
     listening = socket.socket(socket.AF_INET6 if ":" in own else socket.AF_INET)
@@ -179,7 +195,7 @@ def serve(run: Run, host: str, port: int) -> None:
         raise ConfigError(f"--port: {port} of {own} cannot be listened on: {e.strerror}; choose another") from None
     shown = f"[{own}]" if ":" in own else own
     print(f"http://{shown}:{listening.getsockname()[1]}/#{token}", flush=True)
-    asyncio.run(_serve(Page(run, token), listening))
+    asyncio.run(_serve(Page(watched, token), listening))
     print("ended", file=sys.stderr)
 
 

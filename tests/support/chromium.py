@@ -62,12 +62,16 @@ class Chromium:
 
     def open(self, address: str, width: int = 1300, height: int = 900, dark: bool = False) -> None:
         """Loads a page, in a window of that many CSS pixels."""
-        self.resize(width, height)
-        media = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
-        self.call("Emulation.setEmulatedMedia", features=media)
+        self.show(width, height, dark)
         self.leave()  # another fragment alone would not load anything
         self.call("Page.navigate", url=address)
         self.wait("location.protocol !== 'about:' && document.readyState === 'complete'")
+
+    def show(self, width: int = 1300, height: int = 900, dark: bool = False) -> None:
+        """Has the page shown in a window of that many CSS pixels, in light or dark."""
+        self.resize(width, height)
+        media = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
+        self.call("Emulation.setEmulatedMedia", features=media)
 
     def leave(self) -> None:
         """Leaves the page, which then asks its server for nothing more."""

@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import resource
+import shutil
 import socket
 import subprocess
 import sys
@@ -25,10 +26,11 @@ from areal_megatron.data import dumps
 from areal_megatron.data.dumps import Dump, write
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.launch.page import browser as trajectory_browser
-from areal_megatron.launch.page import server
+from areal_megatron.launch.page import runs, server
 from areal_megatron.launch.page.browser import Browser
 from areal_megatron.launch.page.history import MOST_POINTS, History, thinned
 from areal_megatron.launch.page.report import write_report
+from areal_megatron.launch.page.runs import WatchedRuns
 from areal_megatron.launch.page.server import Page
 from areal_megatron.launch.page.watched import Watched
 from areal_megatron.launch.supervision.processes import Log
@@ -44,6 +46,8 @@ from tests.unit.programs.test_trajectories import answer, model  # noqa: F401 - 
 
 HOSTILE = "<script>window.hacked=1</script><img src=x onerror='window.hacked=2'>\"&'><svg onload=window.hacked=3>"
 UPDATES = 40
+RUNS = (("", "lr-2 & <b>", 29), ("sweep", "lr-1", 12), ("", "first", 5))
+"""Where a run is, its name and its updates."""
 
 
 def update(v, **changes):
@@ -223,6 +227,98 @@ def compare_answers(page):
     assert page.value("typeof window.hacked") == "undefined"
     assert page.value("document.querySelectorAll('main script, main img').length") == 0
     assert fits(page)
+
+
+def test_runs_of_a_folder_are_shown_side_by_side(tmp_path, model, browser):  # noqa: F811
+    made = [make(tmp_path / "runs" / place, model, updates, name) for place, name, updates in RUNS]
+    for (run, metrics, _), (_, _, updates) in zip(made, RUNS, strict=True):
+        metrics.write("update", updates + 1, update(updates + 1, reward_mean=updates / 4))
+        metrics.flush()
+        os.utime(run.config, (updates, updates))  # the newest first
+    shown = {"lr-2 & <b>": "7.25", "sweep/lr-1": "3", "first": "1.25"}
+    row = "[...document.querySelectorAll('#all-runs tr')].slice(1).map(r => [...r.cells].map(c => c.textContent))"
+    figure = "[...document.querySelectorAll('.figure')].find(f => f.textContent.startsWith('Reward'))"
+    legend = f"{figure}.querySelector('.legend')"
+    lines = f"{figure}.querySelectorAll('polyline').length"
+    boxes = "document.querySelectorAll('#all-runs input')"
+    with looked_at(browser, tmp_path / "runs") as page:
+        page.wait("document.querySelectorAll('.figure').length > 10 && document.title === '3 runs'")
+        page.wait(f"{legend}.children.length === 3")
+        for width, dark in ((1300, False), (400, True), (1300, True), (400, False)):
+            page.show(width=width, dark=dark)
+            assert [[cell[1], cell[3]] for cell in page.value(row)] == [
+                ["lr-2 & <b>", "30 of 40"],
+                ["sweep/lr-1", "13 of 40"],
+                ["first", "6 of 40"],
+            ]
+            values = page.value(f"[...{legend}.children].map(e => e.textContent)")
+            assert values == [f"{name} {value}" for name, value in shown.items()]
+            assert page.value(lines) == 3 and fits(page) and page.value(CONTRAST) >= 4.5
+            assert page.value(f"new Set([...{legend}.querySelectorAll('i')].map(e => e.style.background)).size") == 3
+            if folder := os.environ.get("SCREENSHOTS"):
+                page.screenshot(Path(folder) / f"runs-{width}{'-dark' * dark}.png")
+        page.value(f"{boxes}[1].click()")
+        page.wait(f"{legend}.children.length === 2 && {lines} === 2")
+        page.value(f"{boxes}[1].click()")
+        page.wait(f"{legend}.children.length === 3")
+        made[2][1].write("update", 7, update(7, reward_mean=9.5))
+        made[2][1].flush()
+        page.wait(f"{legend}.textContent.includes('first 9.5')", 15)
+        page.value("document.querySelectorAll('#all-runs a')[0].click()")
+        page.wait("document.title === '30/40 · lr-2 & <b>' && document.querySelectorAll('#answers tr').length === 9")
+        compare_answers(page)
+        page.wait(
+            "document.getElementById('browser').scrollIntoView(), document.querySelectorAll('#rows tr').length > 5"
+        )
+        page.value("document.getElementById('all').click()")
+        page.wait("document.title === '3 runs' && document.querySelectorAll('.figure').length > 10")
+    for _, metrics, _ in made:
+        metrics.close()
+
+
+def make_empty(folder, count):
+    """Makes runs that have not been started; the newest have the highest numbers."""
+    for number in range(count):
+        run = Run(folder / f"run-{number:02}")
+        run.create()
+        config_file.save(Config(name="x", updates=2, model=ModelConfig("m"), data=DataConfig("d")), run.config)
+        os.utime(run.config, (number, number))
+
+
+def test_of_several_runs_eight_are_drawn_and_others_may_be(tmp_path, browser):
+    make_empty(tmp_path, 10)
+    with looked_at(browser, tmp_path) as page:
+        page.wait("document.title === '10 runs'")
+        names = "[...document.querySelectorAll('#all-runs a')].map(e => e.textContent)"
+        assert page.value(names) == [f"run-{number:02}" for number in range(9, -1, -1)]
+        boxes = "[...document.querySelectorAll('#all-runs input')]"
+        assert page.value(f"{boxes}.map(e => [e.checked, e.disabled])") == [[True, False]] * 8 + [[False, True]] * 2
+        page.value(f"{boxes}[0].click()")
+        page.value(f"{boxes}[9].click()")
+        assert page.value(f"{boxes}.map(e => e.checked)") == [False, *[True] * 7, False, True]
+
+
+def test_runs_of_a_folder_are_found_as_they_come_and_the_newest_are_listed(tmp_path, monkeypatch):
+    monkeypatch.setattr(runs, "_LISTED_S", 0)
+    monkeypatch.setattr(runs, "_MOST", 3)
+    make_empty(tmp_path / "sweep", 2)
+    (tmp_path / "notes").mkdir()
+    watched = WatchedRuns(tmp_path)
+    assert watched.overview() == {}
+    watched.refresh()
+    assert [(run["name"], run["state"]) for run in watched.overview()["runs"]] == [
+        ("sweep/run-01", "not started"),
+        ("sweep/run-00", "not started"),
+    ]
+    kept = watched.runs["sweep/run-01"]
+    make_empty(tmp_path, 4)
+    watched.refresh()
+    found = watched.overview()
+    assert [run["name"] for run in found["runs"]] == ["run-03", "run-02", "sweep/run-01"]
+    assert found["problem"] == "3 older runs of this folder are not shown." and watched.runs["sweep/run-01"] is kept
+    shutil.move(tmp_path, tmp_path.with_name("away"))
+    watched.refresh()
+    assert "cannot be read" in watched.overview()["problem"] and len(watched.overview()["runs"]) == 3
 
 
 def test_prompts_are_told_apart_by_what_follows_their_common_lines(tmp_path, model):  # noqa: F811
@@ -430,7 +526,7 @@ def test_many_who_look_cost_one_look(tmp_path, model):  # noqa: F811
     metrics.close()
 
     async def look():
-        page, looks = Page(run, "t"), []
+        page, looks = Page(Watched(run), "t"), []
         whole = page.watched.refresh
         page.watched.refresh = lambda: looks.append(time.monotonic()) or whole()
         for _ in range(3):
@@ -469,7 +565,7 @@ def test_a_file_server_that_hangs_holds_up_no_request(tmp_path, model, monkeypat
     hanging = threading.Event()
 
     async def look():
-        page = Page(run, "t")
+        page = Page(Watched(run), "t")
         assert "state" not in page.watched.overview()
         await page._fresh()
         page.watched.refresh = hanging.wait
