@@ -19,22 +19,10 @@ import zmq
 from zmq.utils import z85
 
 from areal_megatron.data.trajectory import BatchPart, decoder, encoder
+from areal_megatron.reshard.session import LinkRef
 from areal_megatron.run.folder import SecretKeys
 
 PROTOCOL = 8
-
-
-class LinkRef(msgspec.Struct):
-    """One engine as a destination of weights; a new generation means a new process group."""
-
-    engine: int
-    generation: int
-    trial: bool = False
-    """Weights did not reach the engine lately: no optimizer step waits for it."""
-    few_changes: bool = False
-    """The engine generates until all has arrived, for which it has little room."""
-    site: str = ""
-    """host:port of the engine's server, if it is at another site."""
 
 
 class Hello(msgspec.Struct, tag=True):

@@ -405,6 +405,10 @@ class ReshardConfig:
     """Longest time for one version to reach an engine. A slower engine keeps its old version, and the next optimizer
     step waits no longer than this."""
 
+    @property
+    def may_send_changes(self) -> bool:
+        return self.update != "full"
+
 
 @dataclass
 class CheckpointConfig:

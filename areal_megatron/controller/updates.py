@@ -26,8 +26,8 @@ from areal_megatron.controller.engine import Engine
 from areal_megatron.engine.client import EngineError
 from areal_megatron.observe.status import EngineState
 from areal_megatron.process.lateness import within
-from areal_megatron.protocol import Delivered, LinkRef, Publish
-from areal_megatron.reshard.session import FEW_CHANGES, init_body
+from areal_megatron.protocol import Delivered, Publish
+from areal_megatron.reshard.session import FEW_CHANGES, LinkRef, init_body
 
 log = logging.getLogger(__name__)
 _UNREACHED_AFTER = 2
@@ -90,7 +90,7 @@ class EngineUpdates:
             self._generation += 1
             self._usable = True
         reshard = self._config.reshard
-        few = reshard.update != "full" and self._changed <= FEW_CHANGES and not opens_generation
+        few = reshard.may_send_changes and self._changed <= FEW_CHANGES and not opens_generation
         few_changes = reshard.staging == "streamed" and few
         generates = reshard.staging == "full" or few
         update = _Update(message.version, self._generation, message.store, opens_generation, generates)

@@ -107,7 +107,7 @@ def engine_arguments(config: Config) -> list[str]:
     command += ["--max-model-len", str(config.longest_sequence)]
     command += ["--max-num-seqs", str(rollout.max_running), "--seed", str(config.seed)]
     backend = {"full": "areal", "streamed": "areal-streamed"}[config.reshard.staging]
-    if backend == "areal-streamed" and config.reshard.update != "full":
+    if backend == "areal-streamed" and config.reshard.may_send_changes:
         backend = "areal-changes"
     command += ["--weight-transfer-config", json.dumps({"backend": backend})]
     command += ["--worker-extension-cls", "areal_megatron.reshard.receive.ReceiverExtension"]

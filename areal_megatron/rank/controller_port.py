@@ -13,7 +13,6 @@ from areal_megatron.protocol import (
     CheckpointWritten,
     ControllerClient,
     Hello,
-    LinkRef,
     NotWritten,
     NotYet,
     Publish,
@@ -21,6 +20,7 @@ from areal_megatron.protocol import (
     Request,
     Sending,
 )
+from areal_megatron.reshard.session import LinkRef
 from areal_megatron.run.folder import CONTROLLER, Run, trainer_name
 
 _encode = encoder().encode

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import threading
 
+import torch
+
 from areal_megatron.checkpoint import hf
 from areal_megatron.config import Config
 from areal_megatron.protocol import ControllerError, Delivered
 from areal_megatron.rank.controller_port import ControllerPort
-from areal_megatron.reshard.changes import zstd
 from areal_megatron.reshard.plan import Planner
-from areal_megatron.reshard.publish import Publisher, Received
+from areal_megatron.reshard.publish import Publisher, Received, TrainerRank
 from areal_megatron.run.folder import Run
 from areal_megatron.trainer.parallel import STORE
 from areal_megatron.trainer.trainer import Trainer
@@ -26,20 +27,18 @@ class Weights:
         self._config, self._run, self._trainer, self._controller = config, run, trainer, controller
         self._store = run.endpoint(STORE, config.machine.peer_timeout_s)
         self._publisher = Publisher(
-            parameters=trainer.parameters,
-            planner=Planner.of(config, trainer.hf_config, trainer.sizes),
-            rank=trainer.parallel.rank,
-            engines=config.rollout.engines,
-            dtype=config.model.dtype,
-            store=self._store,
-            timeout_s=config.reshard.timeout_s,
-            check_finite=config.reshard.check_finite,
-            on_delivered=self._report,
-            timeline=trainer.timeline,
-            link=config.link,
-            update=config.reshard.update,
-            compress=zstd if config.reshard.compression == "zstd" else None,
-            tls=run.credentials.calling(),
+            TrainerRank(
+                parameters=trainer.parameters,
+                planner=Planner.of(config, trainer.hf_config, trainer.sizes),
+                rank=trainer.parallel.rank,
+                dtype=getattr(torch, config.model.dtype),
+                store=self._store,
+                reshard=config.reshard,
+                timeline=trainer.timeline,
+                on_delivered=self._report,
+                link=config.link,
+                tls=run.credentials.calling(),
+            )
         )
         self._ended = threading.Event()
         if trainer.parallel.is_first:
@@ -47,12 +46,7 @@ class Weights:
 
     def publish(self, version: int) -> None:
         """Starts to send `version` to the engines and returns at once."""
-        links = self._controller.links(version, self._store)
-        trials = {link.engine for link in links if link.trial}
-        few_changes = {link.engine for link in links if link.few_changes}
-        sites = {link.engine: link.site for link in links if link.site}
-        generations = [(link.engine, link.generation) for link in links]
-        self._publisher.publish(version, generations, trials, few_changes, sites)
+        self._publisher.publish(version, self._controller.links(version, self._store))
 
     def wait_until_read(self) -> None:
         """Returns when parameters may change."""

@@ -126,9 +126,11 @@ class Plan:
         """Returns the messages for one engine rank, in the order in which it receives them."""
         return self._buckets(transfer for transfer in self.transfers if transfer.destination == destination)
 
-    def groups(self, buckets: Sequence[Bucket]) -> list[list[int]]:
+    def groups(self, buckets: Sequence[Bucket], in_groups: bool = True) -> list[list[int]]:
         """Returns the numbers of a rank's `buckets` in the order of updates that send changes: of GROUP messages of a
-        pair those that are one after another, and the groups in one order for all ranks."""
+        pair those that are one after another, and the groups in one order for all ranks. Else all are one group."""
+        if not in_groups:
+            return [list(range(len(buckets)))]
         of_pair: dict[tuple[int, int, int], list[int]] = defaultdict(list)
         for place in sorted(range(len(buckets)), key=lambda place: buckets[place].number):
             bucket = buckets[place]
@@ -141,10 +143,10 @@ class Plan:
 
         return [of_pair[group] for group in sorted(of_pair, key=turn)]
 
-    def order(self, update: str) -> str:
-        """Returns what is equal on two ranks if and only if they expect the same messages in the same order; `update`
-        is the setting of that name."""
-        return self.digest if update == "full" else f"{self.digest}-in-groups"
+    def order(self, in_groups: bool) -> str:
+        """Returns what is equal on two ranks if and only if they expect the same messages in the same order; in that of
+        `groups` where changes may be sent."""
+        return f"{self.digest}-in-groups" if in_groups else self.digest
 
     @cached_property
     def digest(self) -> str:
@@ -237,7 +239,7 @@ class Planner:
     ):
         self.sources = trainer_layout.layouts(hf_config, trainers)
         self.destinations = [engine_layout.layout(hf_config, engine, rank) for rank in range(engine.ranks)]
-        self._bucket_elements, self._engines = bucket_elements, engines
+        self._bucket_elements, self.engines = bucket_elements, engines
         self._dtypes = architecture(hf_config).dtypes
         ranks: dict[int, list[int]] = defaultdict(list)
         for rank, layout in enumerate(self.sources):
@@ -280,7 +282,7 @@ class Planner:
         """What the trainers send to all engines together."""
         sent, peers = [0] * len(self.sources), [Counter() for _ in self.sources]
         most = 0
-        for engine in range(self._engines):
+        for engine in range(self.engines):
             pairs: Counter[tuple[int, int]] = Counter()
             for stretches in self._stretches.values():
                 stretches.count(engine, pairs)

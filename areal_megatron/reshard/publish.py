@@ -29,22 +29,24 @@ import secrets
 import ssl
 import threading
 import time
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from functools import cache, cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from areal_megatron.config import ReshardConfig
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.reshard.carriers.base import Deadline, LinkEnd, LinkError, Members, connect
 from areal_megatron.reshard.carriers.streams import Dialer
+from areal_megatron.reshard.changes import zstd
 from areal_megatron.reshard.copies import Copies, bind, pack
 from areal_megatron.reshard.plan import Bucket, Plan, Planner
 from areal_megatron.reshard.published import Choice, Cost, Publications
-from areal_megatron.reshard.session import publication, version_of
+from areal_megatron.reshard.session import LinkRef, publication, version_of
 from areal_megatron.reshard.transport import Link, Message
 from areal_megatron.run.folder import RunError
 
@@ -67,91 +69,45 @@ class Received(NamedTuple):
 class Publisher:
     """Sends the live parameters of one trainer rank to the engines, in the background.
 
-    Every trainer rank has one, and all ranks make the same calls. `parameters` returns the rank's parameters by
-    Megatron's names, with every gather into them finished; their storage is read in place, so no step may change them
-    between `publish` and the return of `wait_until_read`. `planner` knows the layouts of both sides; `engines` engines
-    exist from the start, and hold `dtype`. `store` is host:port of the trainers' TCPStore, `timeout_s` the time that an
-    update may take, `link` and `update` the settings of these names, `compress` what changes are compressed with.
-    `on_delivered` is called on rank 0 alone, once for each version and link. `tls` is for engines at other sites.
-
-    Raises LayoutError if the parameters are not those of the layout.
+    Every trainer rank has one, and all ranks make the same calls. No step may change the parameters between `publish`
+    and the return of `wait_until_read`. Raises LayoutError if they are not those of the layout.
 
     Example:
         planner = Planner(hf_config, MegatronSizes(tp=2), EngineSizes(tp=1))
-        publisher = Publisher(parameters=trainer.parameters, planner=planner, rank=rank, engines=1, dtype="bfloat16",
-                              store="10.0.0.1:29500", timeout_s=300, on_delivered=report, timeline=timeline)
-        publisher.publish(1, links=[(0, 1)])  # version 1, to engine 0 in generation 1 of its link
+        publisher = Publisher(TrainerRank(parameters=trainer.parameters, planner=planner, rank=rank, timeline=timeline,
+                                          dtype=torch.bfloat16, store="10.0.0.1:29500", reshard=config.reshard,
+                                          on_delivered=report))
+        publisher.publish(1, [LinkRef(engine=0, generation=1)])
         ...                                   # forward and backward passes of the next batch
         publisher.wait_until_read()
         optimizer.step()
     """
 
-    def __init__(
-        self,
-        *,
-        parameters: Callable[[], Mapping[str, Tensor]],
-        planner: Planner,
-        rank: int,
-        engines: int,
-        dtype: str,
-        store: str,
-        timeout_s: float,
-        on_delivered: OnDelivered | None,
-        timeline: Timeline,
-        check_finite: bool = False,
-        link: str = "device",
-        update: str = "full",
-        compress: Callable[[bytes], bytes] | None = None,
-        tls: ssl.SSLContext | None = None,
-    ):
-        held = parameters()
-        planner.sources[rank].check({name: p.shape for name, p in held.items()}, f"trainer rank {rank}")
-        self._parameters, self._check_finite = parameters, check_finite
-        self._trainer = TrainerRank(
-            rank=rank,
-            plan=cache(planner.plan),
-            dtype=getattr(torch, dtype),
-            device=next(iter(held.values())).device,
-            store=store,
-            timeout_s=timeout_s,
-            on_delivered=on_delivered if rank == 0 else None,
-            timeline=timeline,
-            link=link,
-            update=update,
-            published=Publications(compress),
-            tls=tls,
-        )
-        for engine in range(engines):
-            self._trainer.plan(engine)
+    def __init__(self, trainer: TrainerRank):
+        held = {name: parameter.shape for name, parameter in trainer.parameters().items()}
+        trainer.planner.sources[trainer.rank].check(held, f"trainer rank {trainer.rank}")
+        self._trainer = trainer if trainer.rank == 0 else replace(trainer, on_delivered=None)
+        for engine in range(trainer.planner.engines):
+            trainer.plan(engine)
         self._outlets: dict[int, Outlet] = {}
         self._updates: list[Transmission] = []
 
-    def publish(
-        self,
-        version: int,
-        links: Sequence[tuple[int, int]],
-        trials: Collection[int] = (),
-        few_changes: Collection[int] = (),
-        sites: Mapping[int, str] | None = None,
-    ) -> None:
-        """Starts sending `version` to each (engine, generation) in the background; returns at once.
+    def publish(self, version: int, links: Sequence[LinkRef]) -> None:
+        """Starts sending `version` over each link in the background; returns at once.
 
-        `trials`: engines that weights did not reach lately; `wait_until_read` gives them up instead of waiting.
-        `few_changes`: engines that generate meanwhile, and have little room for what arrives. `sites`: engine → the
-        address (host:port) of its server, of those at other sites. Raises RunError, before anything is sent, for a
+        `wait_until_read` gives up trials instead of waiting for them. Raises RunError, before anything is sent, for a
         weight that is NaN or Inf if check_finite is set.
         """
         self._updates = [update for update in self._updates if update.thread.is_alive()]
-        parameters = self._parameters()
-        if self._check_finite:
+        parameters = self._trainer.parameters()
+        if self._trainer.reshard.check_finite:
             _refuse_not_finite(parameters, f"trainer-{self._trainer.rank}, version {version}")
-        for engine, generation in links:
-            outlet = self._outlets.get(engine)
-            if outlet is None or outlet.generation != generation:
+        for link in links:
+            outlet = self._outlets.get(link.engine)
+            if outlet is None or outlet.generation != link.generation:
                 self._cut_off(outlet)
-                site = (sites or {}).get(engine, "")
-                outlet = self._outlets[engine] = Outlet(self._trainer, engine, generation, site)
-            self._updates.append(Transmission(outlet, version, parameters, engine in trials, engine in few_changes))
+                outlet = self._outlets[link.engine] = Outlet(self._trainer, link)
+            self._updates.append(Transmission(outlet, version, parameters, link))
 
     def wait_until_read(self) -> None:
         """Returns when the live parameters are no longer being read: from here on a step may change them.
@@ -201,28 +157,41 @@ def _refuse_not_finite(parameters: Mapping[str, Tensor], holder: str) -> None:
 class TrainerRank:
     """What all links of one trainer rank share."""
 
+    parameters: Callable[[], Mapping[str, Tensor]]
+    """Returns the rank's parameters by Megatron's names, with every gather into them finished; they are read in
+    place."""
+    planner: Planner
+    """Knows the layouts of both sides."""
     rank: int
-    plan: Callable[[int], Plan]
-    """Number of an engine → what is sent to it; of an engine that is new to the run, on its link's thread."""
     dtype: torch.dtype
     """What the engines hold; parameters of another dtype are cast."""
-    device: torch.device
     store: str
     """The trainers' TCPStore, host:port."""
-    timeout_s: float
-    """How long an update may take, and what transport.py derives from that."""
-    on_delivered: OnDelivered | None
-    """None on every rank but the first."""
+    reshard: ReshardConfig
     timeline: Timeline
+    on_delivered: OnDelivered | None = None
+    """Called on rank 0 alone, once for each version and link."""
     link: str = "device"
-    """The setting reshard.link."""
-    update: str = "full"
-    """The setting reshard.update."""
-    published: Publications = field(default_factory=lambda: Publications(None))
+    """reshard.link, with `auto` decided."""
     choices: dict[int, Choice] = field(default_factory=dict)
     """Number of an engine → whether it gets changes."""
     tls: ssl.SSLContext | None = None
     """By which this rank and engines at other sites know each other."""
+    plans: dict[int, Plan] = field(default_factory=dict)
+
+    def plan(self, engine: int) -> Plan:
+        """Returns what is sent to an engine; for one that is new to the run, it is called on its link's thread."""
+        if engine not in self.plans:
+            self.plans[engine] = self.planner.plan(engine)
+        return self.plans[engine]
+
+    @cached_property
+    def device(self) -> torch.device:
+        return next(iter(self.parameters().values())).device
+
+    @cached_property
+    def published(self) -> Publications:
+        return Publications(zstd if self.reshard.compression == "zstd" else None)
 
     @cached_property
     def run(self) -> str:
@@ -230,18 +199,18 @@ class TrainerRank:
 
         Raises LinkError without their store.
         """
-        return connect(self.store, self.timeout_s).compare_set("incarnation", "", secrets.token_hex(8)).decode()
+        return connect(self.store, self.reshard.timeout_s).compare_set("incarnation", "", secrets.token_hex(8)).decode()
 
     def choice(self, engine: int) -> Choice:
-        return self.choices.setdefault(engine, Choice(self.update))
+        return self.choices.setdefault(engine, Choice(self.reshard.update))
 
 
 class Outlet:
     """This rank's end of the link to one engine in one generation, kept from update to update."""
 
-    def __init__(self, trainer: TrainerRank, engine: int, generation: int, site: str = ""):
-        self.trainer, self.engine, self.generation, self._site = trainer, engine, generation, site
-        self.key = engine, generation
+    def __init__(self, trainer: TrainerRank, link: LinkRef):
+        self.trainer, self.engine, self.generation, self._site = trainer, link.engine, link.generation, link.site
+        self.key = link.engine, link.generation
         self.updates = 0
         self.given_up = ""
         """Why an update of this generation was given up, perhaps while its thread was inside a message: no later one
@@ -263,8 +232,8 @@ class Outlet:
 
     @cached_property
     def groups(self) -> list[list[int]]:
-        """The numbers of `buckets` in the order of an update that sends changes."""
-        return self.plan.groups(self.buckets)
+        """The numbers of `buckets` in the order of an update."""
+        return self.plan.groups(self.buckets, self.trainer.reshard.may_send_changes)
 
     @cached_property
     def members(self) -> Members:
@@ -284,7 +253,7 @@ class Outlet:
                     generation=self.generation,
                     store=self.trainer.store,
                     device=self.trainer.device,
-                    timeout_s=self.trainer.timeout_s,
+                    timeout_s=self.trainer.reshard.timeout_s,
                     link=self.trainer.link,
                     site=Dialer(self._site, self.trainer.tls) if self._site else None,
                 )
@@ -384,10 +353,10 @@ def _elements(bucket: Bucket) -> Hashable:
 class Transmission:
     """One version on its way to one engine."""
 
-    def __init__(self, outlet: Outlet, version: int, parameters: Mapping[str, Tensor], trial: bool, few_changes: bool):
-        self.outlet, self.version, self.parameters, self._trial = outlet, version, parameters, trial
-        self.few_changes = few_changes
-        self.deadline = Deadline(outlet.trainer.timeout_s)  # from `publish`; transport.py lists all limits
+    def __init__(self, outlet: Outlet, version: int, parameters: Mapping[str, Tensor], link: LinkRef):
+        self.outlet, self.version, self.parameters = outlet, version, parameters
+        self._trial, self.few_changes = link.trial, link.few_changes
+        self.deadline = Deadline(outlet.trainer.reshard.timeout_s)  # from `publish`; transport.py lists all limits
         self._read = threading.Event()
         """Set when no live parameter is read any more."""
         outlet.updates += 1
@@ -484,7 +453,7 @@ class Transmission:
             digest, number, what = [*said.split(" ", 2), "", ""][:3]
             held.append(version_of(what, trainer.run))
             to_check.append(number)
-            if digest != outlet.plan.order(trainer.update):
+            if digest != outlet.plan.order(trainer.reshard.may_send_changes):
                 raise LinkError(
                     f"{link.name}: engine rank {rank} follows another plan; do trainers and engines run "
                     "the same release, with the same model, sizes and settings?"
@@ -568,10 +537,7 @@ class _Sending:
             for group in self._outlet.groups:
                 self._send_group(group)
         else:
-            order = (
-                itertools.chain(*self._outlet.groups) if self._trainer.update != "full" else range(len(self._parcels))
-            )
-            for number in order:
+            for number in itertools.chain(*self._outlet.groups):
                 self._wait_for_buffer(self._parcels[number])
                 with self._update.reading():
                     self._pack(self._parcels[number])

@@ -66,7 +66,7 @@ class Inlet:
                 plan = info.planner().plan(info.engine)
                 members = Members.of(plan)
                 self.link.join(members, members.engine(shard.rank))
-                self._bind(plan, info.update)
+                self._bind(plan, info.may_send_changes)
             except Exception as e:  # a thread's traceback would be lost
                 self.break_link(1, f"{self.name}: cannot join: {e}")
 
@@ -91,10 +91,10 @@ class Inlet:
             link.say_failed(update, reason)
             link.abort()
 
-    def _bind(self, plan: Plan, update: str) -> None:
-        self.digest = plan.order(update)
+    def _bind(self, plan: Plan, in_groups: bool) -> None:
+        self.digest = plan.order(in_groups)
         buckets = plan.received_by(self.shard.rank)
-        self.groups = plan.groups(buckets) if update != "full" else [list(range(len(buckets)))]
+        self.groups = plan.groups(buckets, in_groups)
         self.arrivals = self.shard.arrivals(buckets, list(chain(*self.groups)), self.dtype)
 
 

@@ -21,6 +21,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import msgspec
+
 from areal_megatron.config import Config
 from areal_megatron.reshard.engine_layout import EngineSizes
 from areal_megatron.reshard.plan import BUCKET_ELEMENTS, Planner, largest_bucket
@@ -38,6 +40,19 @@ HOST_BLOCK = 2**30
 """Bytes of a piece of pinned memory, in which trainers keep what they published last, if parameters are on a device."""
 FEW_CHANGES = 0.02
 """If no more of the elements were sent in the last update, the next one is expected to fit in there too."""
+
+
+class LinkRef(msgspec.Struct, frozen=True):
+    """One engine as a destination of weights; a new generation means a new process group."""
+
+    engine: int
+    generation: int
+    trial: bool = False
+    """Weights did not reach the engine lately: no optimizer step waits for it."""
+    few_changes: bool = False
+    """The engine generates until all has arrived, for which it has little room."""
+    site: str = ""
+    """host:port of the engine's server, if it is at another site."""
 
 
 @dataclass
@@ -64,8 +79,8 @@ class LinkInfo:
 
     link: str = "device"
     """The setting of that name: what messages travel through."""
-    update: str = "full"
-    """The setting of that name: whether trainers may send what has changed."""
+    may_send_changes: bool = False
+    """Whether trainers may send what has changed."""
 
     def planner(self) -> Planner:
         """Returns the planner that the trainers have too. Raises ConfigError if the sizes do not fit the model."""
@@ -89,7 +104,7 @@ def init_body(
         bucket_elements=largest_bucket(not config.machine.is_cpu),
         engines=config.rollout.engines,
         link=config.link,
-        update=config.reshard.update,
+        may_send_changes=config.reshard.may_send_changes,
     )
     return {"init_info": asdict(info)}
 

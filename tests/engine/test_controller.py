@@ -29,7 +29,6 @@ from areal_megatron.protocol import (
     ControllerError,
     Delivered,
     Hello,
-    LinkRef,
     NextBatch,
     NotWritten,
     NotYet,
@@ -40,6 +39,7 @@ from areal_megatron.protocol import (
     Stop,
     Trained,
 )
+from areal_megatron.reshard.session import LinkRef
 from tests.support.engines import ask, lengthened, make_run, started_engine
 
 ETA = 1

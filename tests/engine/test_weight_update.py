@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+from areal_megatron.config import ReshardConfig
 from areal_megatron.config.config_file import load
 from areal_megatron.engine.client import EngineClient, EngineError
 from areal_megatron.launch.supervision.processes import end_sessions
@@ -26,8 +27,8 @@ from areal_megatron.models.architecture import read_config
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.reshard.engine_layout import EngineSizes
 from areal_megatron.reshard.plan import Planner
-from areal_megatron.reshard.publish import Publisher
-from areal_megatron.reshard.session import init_body
+from areal_megatron.reshard.publish import Publisher, TrainerRank
+from areal_megatron.reshard.session import LinkRef, init_body
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 from areal_megatron.run.folder import Run
 from areal_megatron.run.network import Site
@@ -129,17 +130,17 @@ class Server:
         planner = Planner(self.hf_config, sizes, engine)
         self.publishers = [
             Publisher(
-                parameters=lambda rank=rank: self.live[rank],
-                planner=planner,
-                rank=rank,
-                engines=1,
-                dtype="float32",
-                store=f"127.0.0.1:{self.store.port}",
-                timeout_s=PATIENCE_S,
-                on_delivered=self._delivered,
-                update=self.config.reshard.update,
-                timeline=timeline,
-                tls=self.run.credentials.calling(),
+                TrainerRank(
+                    parameters=lambda rank=rank: self.live[rank],
+                    planner=planner,
+                    rank=rank,
+                    dtype=torch.float32,
+                    store=f"127.0.0.1:{self.store.port}",
+                    on_delivered=self._delivered,
+                    timeline=timeline,
+                    tls=self.run.credentials.calling(),
+                    reshard=ReshardConfig(timeout_s=PATIENCE_S, update=self.config.reshard.update),
+                )
             )
             for rank in range(sizes.ranks)
         ]
@@ -185,12 +186,12 @@ class Server:
         for rank, live in enumerate(self.live):
             for name, tensor in self._shard(version, rank).items():
                 live[name].copy_(tensor)
-        sites = {0: self.run.endpoint("engine-0").removeprefix("https://")} if self.site else {}
-        few = [0] if self.streamed and self.has_a_base else []
+        site = self.run.endpoint("engine-0").removeprefix("https://") if self.site else ""
+        few = self.streamed and self.has_a_base
         if self.streamed and not few:
             await client.pause(clear_cache=False)
         for publisher in self.publishers:
-            publisher.publish(version, [(0, self.generation)], few_changes=few, sites=sites)
+            publisher.publish(version, [LinkRef(0, self.generation, few_changes=few, site=site)])
         await client.start_update()
         for publisher, live in zip(self.publishers, self.live, strict=True):
             await asyncio.to_thread(publisher.wait_until_read)

@@ -6,14 +6,15 @@ from dataclasses import asdict, replace
 
 import torch
 
+from areal_megatron.config import ReshardConfig
 from areal_megatron.engine.server import reserve_ports
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.reshard.carriers.streams import Listener
 from areal_megatron.reshard.engine_layout import EngineSizes
 from areal_megatron.reshard.plan import Planner
-from areal_megatron.reshard.publish import Publisher
+from areal_megatron.reshard.publish import Publisher, TrainerRank
 from areal_megatron.reshard.reception import Inlet, Reception
-from areal_megatron.reshard.session import LinkInfo
+from areal_megatron.reshard.session import LinkInfo, LinkRef
 from areal_megatron.reshard.staging import Full, Shard, Streamed
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 from tests.support.link_store import open_store
@@ -61,29 +62,30 @@ class Pools:
         ]
         self.publishers = [
             Publisher(
-                parameters=functools.partial(sent.__getitem__, rank),
-                planner=self.planner,
-                rank=rank,
-                engines=1,
-                dtype=str(dtype).removeprefix("torch."),
-                store=self._address,
-                timeout_s=timeout_s,
-                on_delivered=lambda *report: self.delivered.put(report),
-                timeline=Timeline(folder / "timeline.jsonl", f"trainer-{rank}"),
-                link=link,
-                update=update,
-                compress=compress,
-                tls=(trainer_credentials or credentials).calling() if credentials else None,
+                TrainerRank(
+                    parameters=functools.partial(sent.__getitem__, rank),
+                    planner=self.planner,
+                    rank=rank,
+                    dtype=dtype,
+                    store=self._address,
+                    on_delivered=lambda *report: self.delivered.put(report),
+                    timeline=Timeline(folder / "timeline.jsonl", f"trainer-{rank}"),
+                    link=link,
+                    tls=(trainer_credentials or credentials).calling() if credentials else None,
+                    reshard=ReshardConfig(
+                        compression="zstd" if compress else "none", timeout_s=timeout_s, update=update
+                    ),
+                )
             )
             for rank in range(self.sizes.ranks)
         ]
         self.held = []
         self.shards = []
         self.listeners = []
-        self._sites, self._ports = {}, []
+        self._site, self._ports = "", []
         if credentials:
             port, self._ports = reserve_ports("127.0.0.1", 0, 1 + tp)
-            self._sites = {0: f"127.0.0.1:{port}"}
+            self._site = f"127.0.0.1:{port}"
             self.listeners = [Listener("127.0.0.1", port + 1 + rank, credentials.listening()) for rank in range(tp)]
         for rank in range(tp):
             wanted = vllm_parameters(tensors, config, tp=tp, rank=rank)
@@ -110,7 +112,7 @@ class Pools:
             timeout_s=self._timeout_s,
             bucket_elements=BUCKET,
             link=self._link,
-            update=self._update,
+            may_send_changes=self._update != "full",
         )
         self.inlets = [Inlet(shard, info, log=lambda _: None) for shard in self.shards]
 
@@ -128,7 +130,7 @@ class Pools:
 
     def publish(self, version, generation=1, few_changes=False):
         for publisher in self.publishers:
-            publisher.publish(version, [(0, generation)], few_changes=[0] * few_changes, sites=self._sites)
+            publisher.publish(version, [LinkRef(0, generation, few_changes=few_changes, site=self._site)])
 
     def deliver(self, version, generation=1, few_changes=False):
         """Sends a version; returns what arrived, and why it did not, or ""."""

@@ -159,11 +159,13 @@ def trainer_role(setup: Mapping[str, Any]) -> None:
     import torch
     import torch.distributed as dist
 
+    from areal_megatron.config import ReshardConfig
     from areal_megatron.observe.timeline import Timeline
-    from areal_megatron.reshard.changes import bits, zstd
+    from areal_megatron.reshard.changes import bits
     from areal_megatron.reshard.engine_layout import EngineSizes
     from areal_megatron.reshard.plan import Planner
-    from areal_megatron.reshard.publish import Publisher
+    from areal_megatron.reshard.publish import Publisher, TrainerRank
+    from areal_megatron.reshard.session import LinkRef
     from areal_megatron.reshard.trainer_layout import MegatronSizes, layouts
 
     torch.manual_seed(0)
@@ -199,17 +201,16 @@ def trainer_role(setup: Mapping[str, Any]) -> None:
 
     publishers = [
         Publisher(
-            parameters=lambda: live,
-            planner=Planner(setup["config"], MegatronSizes(), EngineSizes()),
-            rank=0,
-            engines=2,
-            dtype="bfloat16",
-            store=address,
-            timeout_s=TIMEOUT_S,
-            on_delivered=delivered,
-            timeline=Timeline(Path(setup["timeline"]), "trainer-0"),
-            update=update,
-            compress=zstd if setup["compression"] == "zstd" else None,
+            TrainerRank(
+                parameters=lambda: live,
+                planner=Planner(setup["config"], MegatronSizes(), EngineSizes()),
+                rank=0,
+                dtype=torch.bfloat16,
+                store=address,
+                on_delivered=delivered,
+                timeline=Timeline(Path(setup["timeline"]), "trainer-0"),
+                reshard=ReshardConfig(compression=setup["compression"], timeout_s=TIMEOUT_S, update=update),
+            )
         )
         for update in ("full", setup["update"])
     ]
@@ -221,7 +222,7 @@ def trainer_role(setup: Mapping[str, Any]) -> None:
             say(stepped=True)
         else:
             arrived.clear()
-            publishers[order["engine"]].publish(order["publish"], [(order["engine"], 1)])
+            publishers[order["engine"]].publish(order["publish"], [LinkRef(order["engine"], 1)])
             arrived.wait(TIMEOUT_S)
             publishers[order["engine"]].wait_until_read()
             say(**answers.pop())
@@ -249,7 +250,7 @@ def engine_role(setup: Mapping[str, Any]) -> None:
             dtype="bfloat16",
             timeout_s=TIMEOUT_S,
             engines=1,
-            update=update,
+            may_send_changes=update != "full",
         )
         inlets.append(Inlet(Shard(live, Full.reserve(live), EngineSizes(), 0), info))
     updates: list[Reception | None] = [None, None]

@@ -19,12 +19,14 @@ import torch
 from torch import Tensor
 
 from areal_megatron.checkpoint.hf import checkpoint_layout
+from areal_megatron.config import ReshardConfig
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.reshard.boxes import Layout
 from areal_megatron.reshard.copies import bind, pack, unpack
 from areal_megatron.reshard.engine_layout import EngineSizes
-from areal_megatron.reshard.plan import Plan, Planner, largest_bucket
+from areal_megatron.reshard.plan import Planner, largest_bucket
 from areal_megatron.reshard.publish import Outlet, TrainerRank
+from areal_megatron.reshard.session import LinkRef
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 from tools.bench.figures import line, spreads
 
@@ -71,7 +73,7 @@ class Shards:
         self.messages = _in_turns(self.sizes, SENT, device)
         self.staged = _side_by_side(self.sizes, SENT, device)
         self._outgoing = [
-            parcel for rank, held in enumerate(trainer) for parcel in _outlet(plan, rank, device).parcels(held)
+            parcel for rank, held in enumerate(trainer) for parcel in _outlet(planner, rank, held).parcels(held)
         ]
         self._packs = [
             bind([t.send for t in bucket.transfers], trainer[bucket.source], flat)
@@ -111,19 +113,11 @@ class Shards:
                 yield name, self._checkpoint[name][region], view
 
 
-def _outlet(plan: Plan, rank: int, device: torch.device) -> Outlet:
+def _outlet(planner: Planner, rank: int, held: dict[str, Tensor]) -> Outlet:
     """Returns a trainer rank's end of the link, which knows what need not be packed; nothing is connected."""
-    trainer = TrainerRank(
-        rank=rank,
-        plan=lambda engine: plan,
-        dtype=SENT,
-        device=device,
-        store="",
-        timeout_s=1,
-        on_delivered=None,
-        timeline=Timeline(Path(os.devnull), "bench"),
-    )
-    return Outlet(trainer, engine=0, generation=1)
+    timeline = Timeline(Path(os.devnull), "bench")
+    trainer = TrainerRank(lambda: held, planner, rank, dtype=SENT, store="", reshard=ReshardConfig(), timeline=timeline)
+    return Outlet(trainer, LinkRef(engine=0, generation=1))
 
 
 def measure(

@@ -32,15 +32,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from areal_megatron.checkpoint import hf
-from areal_megatron.config import Config
+from areal_megatron.config import Config, ReshardConfig
 from areal_megatron.config.config_file import load
 from areal_megatron.models.architecture import read_config
 from areal_megatron.observe.timeline import Timeline
-from areal_megatron.reshard import trainer_layout
+from areal_megatron.reshard import publish, trainer_layout
 from areal_megatron.reshard.carriers.base import Deadline, LinkEnd, Members, connect
 from areal_megatron.reshard.plan import Bucket, Planner
 from areal_megatron.reshard.publish import Publisher, Received
-from areal_megatron.reshard.session import LinkInfo
+from areal_megatron.reshard.session import LinkInfo, LinkRef
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 from areal_megatron.reshard.transport import Link, Message
 from areal_megatron.run.folder import Run, from_command_line
@@ -201,16 +201,17 @@ class TrainerRank:
         hf.load(self._parameters, trainer_layout.layout(hf_config, sizes, rank), config.model.path)
         self._publishers = {
             link: Publisher(
-                parameters=lambda: self._parameters,
-                planner=Planner.of(config, hf_config, sizes),
-                rank=rank,
-                engines=config.rollout.engines,
-                dtype=config.model.dtype,
-                store=run.endpoint(STORE),
-                timeout_s=self._timeout_s,
-                on_delivered=self._delivered,
-                timeline=Timeline(run.timeline(f"trainer-{rank}"), f"trainer-{rank}"),
-                link=link,
+                publish.TrainerRank(
+                    parameters=lambda: self._parameters,
+                    planner=Planner.of(config, hf_config, sizes),
+                    rank=rank,
+                    dtype=getattr(torch, config.model.dtype),
+                    store=run.endpoint(STORE),
+                    on_delivered=self._delivered,
+                    timeline=Timeline(run.timeline(f"trainer-{rank}"), f"trainer-{rank}"),
+                    link=link,
+                    reshard=ReshardConfig(timeout_s=self._timeout_s, update="full"),
+                )
             )
             for link in ("device", "host")
         }
@@ -237,7 +238,7 @@ class TrainerRank:
         start = time.monotonic()
         generation, kind = link
         publisher = self._publishers[kind]
-        publisher.publish(version, [(engine, generation) for engine in range(self.config.rollout.engines)])
+        publisher.publish(version, [LinkRef(engine, generation) for engine in range(self.config.rollout.engines)])
         publisher.wait_until_read()
         return start
 

@@ -17,14 +17,15 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
+from areal_megatron.config import ReshardConfig
 from areal_megatron.engine.client import Completion
 from areal_megatron.launch.supervision.processes import Children
 from areal_megatron.models.architecture import read_config
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.reshard.engine_layout import EngineSizes
 from areal_megatron.reshard.plan import Planner
-from areal_megatron.reshard.publish import Publisher, Received
-from areal_megatron.reshard.session import init_body
+from areal_megatron.reshard.publish import Publisher, Received, TrainerRank
+from areal_megatron.reshard.session import LinkRef, init_body
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 from tests.support.link_store import open_store
 from tests.support.reshard_oracle import megatron_shard
@@ -56,7 +57,7 @@ class Pool:
         self.version += 1
         self.arrived.clear()
         await self.engine.start_update()
-        await asyncio.to_thread(self._publisher.publish, self.version, [(0, 1)])
+        await asyncio.to_thread(self._publisher.publish, self.version, [LinkRef(0, 1)])
         await asyncio.to_thread(self._publisher.wait_until_read)
         await asyncio.wait_for(self.arrived.wait(), TIMEOUT_S)
         if self.problem:
@@ -79,15 +80,16 @@ async def pool(options: Options) -> AsyncIterator[Pool]:
         loop.call_soon_threadsafe(held.arrived.set)
 
     publisher = Publisher(
-        parameters=lambda: live,
-        planner=Planner(hf_config, MegatronSizes(), EngineSizes()),
-        rank=0,
-        engines=1,
-        dtype=config.model.dtype,
-        store=f"127.0.0.1:{store.port}",
-        timeout_s=TIMEOUT_S,
-        on_delivered=delivered,
-        timeline=Timeline(run.timeline("trainer-0"), "trainer-0"),
+        TrainerRank(
+            parameters=lambda: live,
+            planner=Planner(hf_config, MegatronSizes(), EngineSizes()),
+            rank=0,
+            dtype=getattr(torch, config.model.dtype),
+            store=f"127.0.0.1:{store.port}",
+            on_delivered=delivered,
+            timeline=Timeline(run.timeline("trainer-0"), "trainer-0"),
+            reshard=ReshardConfig(timeout_s=TIMEOUT_S, update="full"),
+        )
     )
     with Children() as children:
         engine = Engine(run, config, 0, children, sorted(os.sched_getaffinity(0)), environment(1))

@@ -205,7 +205,7 @@ def _sending(
     if not on_cuda:
         kept = _published(config, own, traffic.sent[stage * ranks : (stage + 1) * ranks], on_cuda)
         yield MemoryPart("last publication", kept, f"reshard.update={config.reshard.update}")
-    elif config.reshard.update != "full":
+    elif config.reshard.may_send_changes:
         yield MemoryPart("looking for changes", _looking(config, own), f"{COMPARED:,} elements at a time")
     if on_cuda and config.link == "device":
         note = f"{len(links)} communicators with {sum(links)} engine ranks, an allowance"
@@ -227,7 +227,7 @@ def published_memory(config: Config, hf_config: Mapping[str, Any], on_cuda: bool
 def _published(config: Config, own: Held, sent: Sequence[int], on_cuda: bool) -> int:
     """reshard/published.py: what is sent to several engines is kept once, and beside it some changes for engines that
     lag. All blocks of pinned memory but the last are full but for less than the largest message."""
-    if config.reshard.update == "full":
+    if not config.reshard.may_send_changes:
         return 0
     element = ITEMSIZE[config.model.dtype]
     kept = element * min(own.all, max(sent))

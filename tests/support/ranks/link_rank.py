@@ -18,13 +18,14 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from areal_megatron.config import ReshardConfig
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.reshard.carriers.base import LinkError
 from areal_megatron.reshard.engine_layout import EngineSizes
 from areal_megatron.reshard.plan import Planner
-from areal_megatron.reshard.publish import Publisher
+from areal_megatron.reshard.publish import Publisher, TrainerRank
 from areal_megatron.reshard.reception import Inlet, Reception
-from areal_megatron.reshard.session import LinkInfo
+from areal_megatron.reshard.session import LinkInfo, LinkRef
 from areal_megatron.reshard.staging import Full, Shard, Streamed
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 from areal_megatron.reshard.transport import Link
@@ -50,23 +51,23 @@ def trainer(setup) -> None:
     own = torch.bfloat16 if setup["rank"] < 2 else torch.float32
     live = {name: tensor.to(own, copy=True) for name, tensor in shard(setup["folder"]).items()}
     publisher = Publisher(
-        parameters=lambda: live,
-        planner=Planner(setup["hf_config"], sizes, EngineSizes(tp=setup["engine_tp"]), setup["bucket_elements"]),
-        rank=setup["rank"],
-        engines=setup["engines"],
-        dtype=setup["dtype"],
-        store=setup["store"],
-        timeout_s=setup["timeout_s"],
-        on_delivered=lambda engine, generation, version, seconds, received, error: say(
-            engine=engine,
-            generation=generation,
-            version=version,
-            bytes=received.bytes,
-            changed=received.changed,
-            error=error,
-        ),
-        timeline=Timeline(Path(setup["timeline"]), f"trainer-{setup['rank']}"),
-        update=setup["update"],
+        TrainerRank(
+            parameters=lambda: live,
+            planner=Planner(setup["hf_config"], sizes, EngineSizes(tp=setup["engine_tp"]), setup["bucket_elements"]),
+            rank=setup["rank"],
+            dtype=getattr(torch, setup["dtype"]),
+            store=setup["store"],
+            on_delivered=lambda engine, generation, version, seconds, received, error: say(
+                engine=engine,
+                generation=generation,
+                version=version,
+                bytes=received.bytes,
+                changed=received.changed,
+                error=error,
+            ),
+            timeline=Timeline(Path(setup["timeline"]), f"trainer-{setup['rank']}"),
+            reshard=ReshardConfig(timeout_s=setup["timeout_s"], update=setup["update"]),
+        )
     )
     say(up=True)
     for line in sys.stdin:
@@ -74,7 +75,7 @@ def trainer(setup) -> None:
         if "publish" in command:
             for name, tensor in shard(command["folder"]).items():
                 live[name].copy_(tensor)
-            publisher.publish(command["publish"], [tuple(link) for link in command["links"]])
+            publisher.publish(command["publish"], [LinkRef(*link) for link in command["links"]])
             say(published=command["publish"])
         elif "overwrite" in command:  # as an optimizer step does as soon as it may
             publisher.wait_until_read()
@@ -85,7 +86,8 @@ def trainer(setup) -> None:
             threading.Timer(command["after_s"], publisher.give_up, command["give_up"]).start()
             say(ok=True)
         elif "timeout_s" in command:
-            publisher._trainer = replace(publisher._trainer, timeout_s=command["timeout_s"])  # of the next generation
+            reshard = replace(publisher._trainer.reshard, timeout_s=command["timeout_s"])
+            publisher._trainer = replace(publisher._trainer, reshard=reshard)  # of the next generation
             say(ok=True)
         elif "buffers" in command:
             say(buffers=[b.data_ptr() for outlet in publisher._outlets.values() for b in outlet._buffers])
@@ -116,7 +118,7 @@ def engine(setup) -> None:
                     dtype=setup["dtype"],
                     timeout_s=setup["timeout_s"],
                     bucket_elements=setup["bucket_elements"],
-                    update=setup["update"],
+                    may_send_changes=setup["update"] != "full",
                 )
                 inlet = Inlet(shard, info, log=lambda text: None)
             elif "start" in command:

@@ -19,12 +19,13 @@ import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import p2p_communication
 
-from areal_megatron.config import CriticConfig, PenaltyConfig, PPOConfig
+from areal_megatron.config import CriticConfig, PenaltyConfig, PPOConfig, ReshardConfig
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.packing.partition import split
 from areal_megatron.reshard.engine_layout import EngineSizes
 from areal_megatron.reshard.plan import Planner
-from areal_megatron.reshard.publish import OnDelivered, Publisher
+from areal_megatron.reshard.publish import OnDelivered, Publisher, TrainerRank
+from areal_megatron.reshard.session import LinkRef
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 from areal_megatron.run.folder import Run
 from areal_megatron.trainer.batch import pack_trajectories
@@ -97,7 +98,7 @@ def check_hanging_engine(folder: Path, rank: int, layout: dict) -> None:
 
         with patch.object(p2p_communication.torch.cuda, "synchronize", wait_for_messages):
             alone = timed(subject, step)
-            publisher.publish(1, [(0, 1)])
+            publisher.publish(1, [LinkRef(0, 1)])
             beside = timed(subject, step)
             assert publisher.sending() == {(0, 1)}, f"the step waited until the update had ended: {failures}"
         subject.parallel.barrier()
@@ -126,16 +127,16 @@ def timed(subject: Trainer, step) -> float:
 
 def publisher_of(subject: Trainer, timeline: Path, on_delivered: OnDelivered) -> Publisher:
     return Publisher(
-        parameters=subject.parameters,
-        planner=Planner(subject.hf_config, subject.sizes, EngineSizes(tp=1), BUCKET_ELEMENTS),
-        rank=subject.parallel.rank,
-        engines=1,
-        dtype=subject.config.model.dtype,
-        store=subject.run.endpoint(STORE, 10),
-        timeout_s=HANGS_S,
-        on_delivered=on_delivered,
-        timeline=Timeline(timeline, f"trainer-{subject.parallel.rank}"),
-        update=subject.config.reshard.update,
+        TrainerRank(
+            parameters=subject.parameters,
+            planner=Planner(subject.hf_config, subject.sizes, EngineSizes(tp=1), BUCKET_ELEMENTS),
+            rank=subject.parallel.rank,
+            dtype=getattr(torch, subject.config.model.dtype),
+            store=subject.run.endpoint(STORE, 10),
+            on_delivered=on_delivered,
+            timeline=Timeline(timeline, f"trainer-{subject.parallel.rank}"),
+            reshard=ReshardConfig(timeout_s=HANGS_S, update=subject.config.reshard.update),
+        )
     )
 
 

@@ -22,7 +22,7 @@ from areal_megatron.protocol import Delivered, NotYet, Publish
 from areal_megatron.reshard import engine_layout, trainer_layout
 from areal_megatron.reshard.engine_layout import EngineSizes
 from areal_megatron.reshard.plan import Planner
-from areal_megatron.reshard.publish import Publisher
+from areal_megatron.reshard.publish import Publisher, TrainerRank
 from areal_megatron.reshard.reception import Inlet, Reception
 from areal_megatron.reshard.session import LinkInfo
 from areal_megatron.reshard.staging import Full, Shard
@@ -112,15 +112,16 @@ class Training:
         shapes = trainer_layout.layout(CONFIG, MegatronSizes(), 0).parameters
         self._live = {name: torch.zeros(shape) for name, shape in shapes.items()}
         self._publisher = Publisher(
-            parameters=lambda: self._live,
-            planner=Planner(CONFIG, MegatronSizes(), EngineSizes(), BUCKET),
-            rank=0,
-            engines=2,
-            dtype="float32",
-            store=self._store,
-            timeout_s=TIMEOUT_S,
-            on_delivered=self._delivered,
-            timeline=Timeline(folder / "timeline.jsonl", "trainer-0"),
+            TrainerRank(
+                parameters=lambda: self._live,
+                planner=Planner(CONFIG, MegatronSizes(), EngineSizes(), BUCKET),
+                rank=0,
+                dtype=torch.float32,
+                store=self._store,
+                on_delivered=self._delivered,
+                timeline=Timeline(folder / "timeline.jsonl", "trainer-0"),
+                reshard=ReshardConfig(timeout_s=TIMEOUT_S, update="full"),
+            )
         )
 
     def _delivered(self, engine, generation, version, seconds, received, error):
@@ -140,9 +141,8 @@ class Training:
         while isinstance(links := await self._fleet.publish(Publish(version, self._store)), NotYet):
             pass
         links = links.links
-        trials = {link.engine for link in links if link.trial}
         begin = time.monotonic()
-        self._publisher.publish(version, [(link.engine, link.generation) for link in links], trials)
+        self._publisher.publish(version, links)
         await asyncio.sleep(STEP_S)
         done = time.monotonic()
         await asyncio.to_thread(self._publisher.wait_until_read)

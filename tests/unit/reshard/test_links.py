@@ -116,7 +116,7 @@ def test_trainer_ranks_that_send_nothing_neither_join_nor_wait(pools, nccl, monk
     plan = replace(whole, transfers=tuple(replace(t, source=1) for t in whole.transfers))
     monkeypatch.setattr(Planner, "plan", lambda planner, engine: plan)
     for publisher in link.publishers:
-        publisher._trainer = replace(publisher._trainer, plan=lambda engine: plan)
+        publisher._trainer.plans[0] = plan
     link.join(1)
     link.publish(1)  # and the engine has not started to receive
     begin = time.monotonic()
@@ -233,7 +233,7 @@ def test_a_link_through_the_host_delivers_every_parameter(pools, kind, device):
         link.update(version)
         link.assert_committed()
     links = [inlet.link for inlet in link.inlets] + [publisher._outlets[0].link() for publisher in link.publishers]
-    own = {tensor.data_ptr() for publisher in link.publishers for tensor in publisher._parameters().values()}
+    own = {tensor.data_ptr() for publisher in link.publishers for tensor in publisher._trainer.parameters().values()}
     for end in links:
         wires = [wire for turns in end.carrier.wires.values() for wire in turns]
         assert len(wires) == 2 * len(end.carrier.wires) > 0 and not own & {wire.data_ptr() for wire in wires}

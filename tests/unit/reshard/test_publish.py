@@ -9,14 +9,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from areal_megatron.config import ReshardConfig
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.reshard import carriers, engine_layout, trainer_layout
 from areal_megatron.reshard.boxes import LayoutError
 from areal_megatron.reshard.engine_layout import EngineSizes
 from areal_megatron.reshard.plan import Planner
-from areal_megatron.reshard.publish import Publisher
+from areal_megatron.reshard.publish import Publisher, TrainerRank
 from areal_megatron.reshard.reception import Inlet, Reception
-from areal_megatron.reshard.session import LinkInfo
+from areal_megatron.reshard.session import LinkInfo, LinkRef
 from areal_megatron.reshard.staging import Full, Shard
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 from areal_megatron.run.folder import RunError
@@ -26,16 +27,16 @@ from tests.support.reshard_oracle import CONFIG
 
 def publisher(parameters, check_finite=False):
     return Publisher(
-        parameters=lambda: parameters,
-        planner=Planner(CONFIG, MegatronSizes(), EngineSizes()),
-        rank=0,
-        engines=1,
-        dtype="bfloat16",
-        store="127.0.0.1:1",
-        timeout_s=1,
-        on_delivered=None,
-        timeline=None,
-        check_finite=check_finite,
+        TrainerRank(
+            parameters=lambda: parameters,
+            planner=Planner(CONFIG, MegatronSizes(), EngineSizes()),
+            rank=0,
+            dtype=torch.bfloat16,
+            store="127.0.0.1:1",
+            on_delivered=None,
+            timeline=None,
+            reshard=ReshardConfig(check_finite=check_finite, timeout_s=1, update="full"),
+        )
     )
 
 
@@ -97,16 +98,17 @@ def test_two_versions_of_nccl_are_named_on_both_sides_at_once(parameters, tmp_pa
 
     def publish():
         Publisher(
-            parameters=lambda: parameters,
-            planner=planner,
-            rank=0,
-            engines=1,
-            dtype="float32",
-            store=address,
-            timeout_s=60,
-            on_delivered=lambda *report: delivered.put(report[-1]),
-            timeline=timeline,
-        ).publish(1, [(0, 1)])
+            TrainerRank(
+                parameters=lambda: parameters,
+                planner=planner,
+                rank=0,
+                dtype=torch.float32,
+                store=address,
+                on_delivered=lambda *report: delivered.put(report[-1]),
+                timeline=timeline,
+                reshard=ReshardConfig(timeout_s=60, update="full"),
+            )
+        ).publish(1, [LinkRef(0, 1)])
 
     def receive():
         return Reception(Inlet(shard, LinkInfo(0, 1, address, CONFIG, *sizes, "float32", 60), lambda _: None), None)
