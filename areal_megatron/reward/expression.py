@@ -35,6 +35,7 @@ _WORDS_OF_TEXT = re.compile(
     r"(?<![A-Za-z\\])(?:sum|prod|int|integral|lim|limit|det|binom|binomial|gcd|lcm|mod|log|ln|exp|(?:arc|a)?(?:sin|cos|tan)h?"
     r"|sec|csc|cot|max|min|abs|floor|ceil|factorial|diff|integrate|choose|root|cbrt|totient|trace|rank|tr)(?![A-Za-z])"
 )
+_ORDER = re.compile(r"\border\b(?! to\b)|\barrange|\brank", re.IGNORECASE)
 _WRAPPER = re.compile(r"\\(?:text|textbf|textrm|textit|mathrm|mathbf|mathit|mbox) ?\{([^{}]*)\}")
 _EXPONENT = re.compile(r"(?:\^|\*\*) ?(?:\{([^{}]*)\}|\(([^()]*)\)|([-+]?[0-9]+))")
 _SAME = [
@@ -49,6 +50,7 @@ _SAME = [
 ]
 """Ways to write one thing, for texts that cannot be read."""
 _SCALAR = ("number", "name", "sum", "product", "quotient", "negative", "power", "root", "call")
+_I = Formula("name", value="i")
 _EMPTY = Formula("name", value="emptyset")
 
 
@@ -66,7 +68,7 @@ def same_expression(found: str, answer: str, prompt: str = "") -> bool:
         return based == (in_base(found) or (found, based[1]))
     if len(letters := letters_of(answer)) > 1:
         given = letters_of(found)
-        ordered = list(letters) != sorted(letters)  # else the choices that are right
+        ordered = list(letters) != sorted(letters) or _ORDER.search(prompt)  # else the choices that are right
         return given == letters if ordered else sorted(given) == sorted(letters)
     found, answer = as_formula(found), as_formula(answer)
     if _is_text(answer):
@@ -277,10 +279,12 @@ class _Comparison:
 
     def _allowed(self) -> set[str]:
         allowed = steps(self.known)
-        if any(part.kind == "relation" and set(part.value) & {"<", "≤", ">", "≥", "≠"} for part in self.known.all()):
-            allowed.add("a union")
-        if any(part.kind == "relation" and "≠" in part.value for part in self.known.all()):
-            allowed.add("an operation")
+        if intervals_of(self.known) and intervals_of(self.given):
+            allowed |= {"a union", "an operation"}
+        if any("=" in part.value and not any(map(_is_name, part.parts)) for part in _relations(self.known)):
+            allowed.add("a power of a number")
+        if _is_polar(self.known):
+            allowed |= {"a root", "a trigonometric function"}
         if "a trigonometric function" in allowed:
             allowed.add("a root")
         if "a logarithm" in allowed:
@@ -316,7 +320,9 @@ class _Comparison:
             return self._matched(pairs, [Formula("named", (item.name, item.value)) for item in known])
         if any(len(some) not in (0, len(known)) for some in (names, theirs)):
             return self._same(self.given, self.known)
-        distinct = len(set(names or theirs)) > 1
+        letters = {str(item.name.value).partition("_")[0] for item in given if item.name}
+        is_set = expected == "{}" and not theirs and len(letters) == 1  # x_1 = 2, x_2 = 3
+        distinct = len(set(names or theirs)) > 1 and not is_set
         if names and len(set(names)) == 1 and expected == "()":
             return False
         if len(known) == 1 and not (names or theirs):
@@ -445,6 +451,14 @@ class _Comparison:
         counted = any(part.kind == "call" and part.value == "binom" for part in known.all())
         if not counted and not is_expanded(given) and leaves(given) > 1.5 * leaves(known) + 1:
             raise _refused("an expression that can be simplified is left")
+
+
+def _is_polar(node: Formula) -> bool:
+    """Whether a complex number is written by its angle: e^{iπ/3}, cis 60°."""
+    return any(
+        part.value == "cis" or (part.kind == "power" and part.parts[0].value == "e" and _I in part.parts[1].all())
+        for part in node.all()
+    )
 
 
 def _factor_count(node: Formula) -> int:

@@ -18,7 +18,7 @@ Key = tuple
 """What two ways to write the same form have in common: order of terms and factors, \\frac or /, decimals, brackets."""
 
 _FAMILIES = dict.fromkeys(("ln", "log", "lg"), "a logarithm")
-_FAMILIES |= dict.fromkeys(words("sin cos tan sec csc cot"), "a trigonometric function")
+_FAMILIES |= dict.fromkeys(words("sin cos tan sec csc cot cis"), "a trigonometric function")
 _FAMILIES |= dict.fromkeys(words("arcsin arccos arctan"), "an inverse trigonometric function")
 _FAMILIES |= dict.fromkeys(words("sinh cosh tanh"), "a hyperbolic function")
 _NO_STEPS = words("percent degree mark")
@@ -234,7 +234,7 @@ def _is_known_logarithm(name: str, argument: Formula, base: Formula | None = Non
 
 def content(node: Formula) -> int:
     """Returns the greatest whole number that divides all terms of a formula; 1 if one of them has a fraction."""
-    numbers = [_coefficient(term) for term in (_terms(node) if node.kind == "sum" else (node,))]
+    numbers = [_coefficient(term) * _taken_out(term) for term in (_terms(node) if node.kind == "sum" else (node,))]
     if any(number.denominator != 1 for number in numbers):
         return 1
     return gcd(*(number.numerator for number in numbers))
@@ -253,7 +253,7 @@ def _has_root(value: Fraction, degree: Formula) -> bool:
 
 def _terms(node: Formula) -> Iterator[Formula]:
     for term in node.parts:
-        inner = term.parts[0] if term.kind == "negative" else term
+        inner = term.parts[0] if term.kind in ("negative", "either") else term
         yield from _terms(inner) if inner.kind == "sum" else [inner]
 
 
@@ -339,10 +339,8 @@ def combines(node: Formula) -> bool:
             together = [base for base, _ in powers]
             if any(exponent != 1 and together.count(base) > 1 for base, exponent in powers):
                 return True
-        if part.kind == "root" and all(inner.kind == "number" for inner in part.parts):
-            value, degree = (inner.value for inner in part.parts)
-            if degree.denominator == 1 < degree and _has_power(abs(value.numerator), int(degree)):
-                return True
+        if part.kind == "root" and _taken_out(part) > 1:
+            return True
         if part.kind == "sum":
             monomials = [each for term in _terms(part) for each in _multiplied_out(term) if each]
             if len(set(monomials)) < len(monomials):
@@ -350,9 +348,15 @@ def combines(node: Formula) -> bool:
     return False
 
 
-def _has_power(number: int, degree: int) -> bool:
-    """Whether a power of a small number divides a whole number."""
-    return number > 0 and degree < 100 and any(number % base**degree == 0 for base in range(2, _LARGEST_BASE))
+def _taken_out(term: Formula) -> int:
+    """Returns the small numbers of which roots of whole numbers among the factors are multiples: 2 of √8."""
+    found = 1
+    for root in _factors_of(term):
+        if root.kind == "root" and all(part.kind == "number" for part in root.parts):
+            value, degree = abs(root.parts[0].value.numerator), root.parts[1].value
+            if value and degree.denominator == 1 < degree < 100:
+                found *= max(base for base in range(1, _LARGEST_BASE) if value % base ** int(degree) == 0)
+    return found
 
 
 def _multiplied_out(term: Formula) -> list[tuple]:

@@ -128,14 +128,18 @@ class _Reader:
             sides.append(Formula("nothing"))
         else:
             sides.append(self.union())
+        modulus = self._modulus()
         while token := self.take("relation"):
             relations.append(token.text)
             if self.next.kind in ("word", "separator"):  # "P(x) = \text{even}": the words are the side
                 sides.append(self._words())
             else:
                 sides.append(self.union())
-        modulus = self._modulus()
-        if modulus is not None:
+        modulus = modulus or self._modulus()
+        if modulus:
+            if len(sides) == 2 and sides[1].value == "{}":  # n ≡ 0, 1
+                residues = (Formula("congruence", (sides[0], part, modulus), ("≡",)) for part in sides[1].parts)
+                return Formula("list", tuple(residues), ",")
             relations = ["≡" if one == "=" else one for one in relations]
             return Formula("congruence", (*sides, modulus), tuple(relations))
         return Formula("relation", tuple(sides), tuple(relations)) if relations else sides[0]
@@ -554,6 +558,8 @@ def negated(node: Formula) -> Formula:
 
 
 def _either(node: Formula, token: Token) -> Formula:
+    if node.value == "()" and not any(inner.kind == "bracket" for part in node.parts for inner in part.all()):
+        return Formula("bracket", (node, Formula("bracket", tuple(map(negated, node.parts)), "()")), "{}")
     return Formula("either", (node,), token.kind)
 
 

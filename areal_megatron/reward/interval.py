@@ -55,6 +55,14 @@ def _interval(opened: str, low: Formula, high: Formula, closed: str) -> Formula:
     return Formula("bracket", (low, high), opened + closed)
 
 
+def _of_either_sign(interval: Formula) -> list[Formula]:
+    """Returns where a number is of which the absolute value is in an interval."""
+    (low, high), (opened, closed), turned = interval.parts, interval.value, {"(": ")", "[": "]", ")": "(", "]": "["}
+    if low == _MINUS_INFINITY:
+        return [_interval(turned[closed], negated(high), high, closed)]
+    return [_interval(turned[closed], negated(high), negated(low), turned[opened]), interval]
+
+
 def _around(*points: Formula) -> list[Formula]:
     """Returns the intervals between numbers, in any order."""
     ends = [_MINUS_INFINITY, *sorted(points, key=functools.cmp_to_key(_order)), _INFINITY]
@@ -63,6 +71,12 @@ def _around(*points: Formula) -> list[Formula]:
 
 def _of_relation(node: Formula) -> tuple[str, list[Formula]] | None:
     sides, relations = node.parts, node.value
+    if size := next((side for side in sides if side.kind == "call" and side.value == "abs"), None):
+        name = size.parts[0]
+        found = _of_relation(Formula("relation", tuple(name if side is size else side for side in sides), relations))
+        if not found or found[0] != name.value or name.value in ("z", "w") or "{}" in (one.value for one in found[1]):
+            return None
+        return found[0], [piece for one in found[1] for piece in _of_either_sign(one)]
     if relations == ("∈",) and sides[0].kind == "name":
         found = intervals_of(sides[1])
         return (str(sides[0].value), found[1]) if found and found[0] in ("", sides[0].value) else None

@@ -14,7 +14,7 @@ from fractions import Fraction
 from areal_megatron.data.boxed import BOX, last_boxed
 from areal_megatron.reward.no_score import AnswerRefused
 from areal_megatron.reward.notation import numbers_in, restates
-from areal_megatron.reward.numeral import LONGEST, Numeral, bare, numeral
+from areal_megatron.reward.numeral import LONGEST, Numeral, bare, in_digits, numeral
 from areal_megatron.reward.wording import halves_of_day
 from areal_megatron.run.json_input import parse_json
 
@@ -72,6 +72,8 @@ def _equal(found: str, answer: str, prompt: str) -> bool:
     halves, others = halves_of_day(found), halves_of_day(answer)
     if halves and others and halves != others:
         return False
+    if (digits := in_digits(answer)) != bare(answer):  # words are right where the right answer is one
+        found, answer = in_digits(found), digits
     known = numeral(answer) if answer.count("=") < 2 else None  # a = b = 1 is more than a number
     if known is None:
         from areal_megatron.reward.expression import same_expression  # mpmath takes a while to import
@@ -98,7 +100,7 @@ def _named_otherwise(found: str, answer: str) -> bool:
     name, other = (bare(text).rpartition("=")[0].replace(" ", "") for text in (found, answer))
     if not (name and other) or name == other:
         return False
-    if "|" in name + other:
+    if "|" in name + other or ("=" in name and all(map(_SYMBOL.fullmatch, name.split("=")))):
         return True
     if _LINE.fullmatch(name) and _LINE.fullmatch(other):
         return sorted(name) != sorted(other)

@@ -75,12 +75,14 @@ _NUMBER = re.compile(
 _TENS = re.compile(r"^([-+]?) ?10 ?(?=(?:\^|\*\*) ?[{(]? ?[-+]?[0-9])")
 """10^3, which is 1 · 10^3."""
 _ZEROS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
-_SCALE = re.compile(
-    rf"(?<=[0-9]) ?((?:\\(?:text|textrm|mathrm|mbox) ?\{{)?) ?({'|'.join(_ZEROS)})(?![A-Za-z])", re.IGNORECASE
+_SCALE_WORD = re.compile(rf"({'|'.join(_ZEROS)})(?![A-Za-z])", re.IGNORECASE)
+_SCALE = re.compile(rf"(?<=[0-9]) ?((?:\\(?:text|textrm|mathrm|mbox) ?\{{)?) ?{_SCALE_WORD.pattern}", re.IGNORECASE)
+_ONES = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
+    "eighteen nineteen twenty"
 )
-_BASES = re.findall(
-    "[a-z]+", "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
-)
+_SPELLED = {word: number for number, word in enumerate(_ONES.split())}
+_SPELLED |= {"thirty": 30, "forty": 40, "fifty": 50, "sixty": 60, "seventy": 70, "eighty": 80, "ninety": 90}
 _BASE = re.compile(
     r"(?:\\(?:text|mathrm) ?\{)?\(?([0-9]+|[0-9A-F]+)\)?\}? ?"
     r"(?:_ ?\{? ?(?:\\(?:text|textrm|mathrm) ?\{)?|(?:\\(?:text|textrm|mathrm) ?\{)?(?=[ (]*(?:in )?base))"
@@ -180,6 +182,8 @@ def numeral(text: str) -> Numeral | None:
         if not is_name(names):
             return None
         text = bare(text)
+    digits = in_digits(text) if _SCALE_WORD.search(text) else text
+    in_words, text = digits != text, digits
     bracketed = _BRACKETED.fullmatch(text)
     if bracketed and not (bracketed[1] and bracketed[2][0] in "+-"):
         text = "".join(bracketed.groups())
@@ -194,8 +198,24 @@ def numeral(text: str) -> Numeral | None:
         return None
     value, simple = number
     base = int(found["base"]) if found["base"] else None
-    notation = "percent" if unit == "%" else "scaled" if scaled else _notation(found)
+    notation = "percent" if unit == "%" else "scaled" if scaled or in_words else _notation(found)
     return Numeral(value, simple or bool(scaled), "%" in unit, base, notation)
+
+
+def in_digits(text: str) -> str:
+    """Returns 21000 for "twenty-one thousand", and any other text as it is."""
+    text, total, part = bare(text), 0, 0
+    for word in re.split("[ -]+", text.lower()) if text[:1].isalpha() else ():
+        value = _SPELLED.get(word)
+        if value is not None and part % 10 ** len(str(value)) == 0:
+            part += value
+        elif word == "hundred" and 0 < part < 10:
+            part *= 100
+        elif word in _ZEROS and 0 < part < 1000:
+            total, part = total + part * 10 ** _ZEROS[word], 0
+        elif word != "and" or not total + part:
+            return text
+    return str(total + part) if total + part or text.lower() == "zero" else text
 
 
 def _notation(found: re.Match[str]) -> str:
@@ -207,7 +227,7 @@ def _notation(found: re.Match[str]) -> str:
 def in_base(text: str) -> tuple[str, int] | None:
     """Returns the digits and the base of a text such as 101_{\\text{two}}, (2B)_{16} or 101 (base 2); else None."""
     found = _BASE.fullmatch(text)
-    base = found and (int(found[2]) if found[2].isdigit() else _BASES.index(found[2]) if found[2] in _BASES else 0)
+    base = found and (int(found[2]) if found[2].isdigit() else _SPELLED.get(found[2], 0))
     digits = found[1] if found and base and 1 < base <= 36 else ""
     is_number = digits.isdigit() or (re.search("[0-9]", digits) and all(int(digit, 36) < base for digit in digits))
     return (digits, base) if is_number else None  # A_2 is a point

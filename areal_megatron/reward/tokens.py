@@ -75,7 +75,7 @@ _ALIASES = _table(
 )
 _FUNCTIONS = words(
     "sin cos tan sec csc cot arcsin arccos arctan sinh cosh tanh ln log lg exp max min gcd lcm det abs floor ceil arg "
-    "Re Im deg dim ker sgn tr rank"
+    "Re Im cis deg dim ker sgn tr rank"
 )
 _SHORT_WORDS = words(
     "if is in at of to for all no not the any are has odd yes one two six ten or and as by on an per mod when even"
@@ -93,6 +93,10 @@ _COMPOUND = re.compile(
 """In "1 hour and 20 minutes", which is "1 hour 20 minutes"."""
 _FRENCH = re.compile(r"([\[\]])([^\[\]()]{1,99}?,[^\[\]()]{1,99}?)([\[\]])")
 _THOUSANDS = re.compile(r"(?<=[0-9])(?:\{,\}|,\\!)(?=[0-9]{3}(?![0-9]))")
+_CHOSEN = re.compile(
+    r"(?<![A-Za-z\\])C ?\( ?([0-9n]+) ?, ?([0-9a-z]+) ?\)|(?<![\w)}])[_^] ?\{?([0-9n]+)\}? ?C ?_ ?\{?([0-9a-z]+)\}?"
+)
+"""C(n, k), {}_nC_k and {}^nC_k."""
 _AMBIGUOUS = re.compile(r"(?<=[0-9]),0[0-9]{2}(?![0-9.])")
 """In (1,000) a second element, or three digits of the first one."""
 
@@ -105,11 +109,18 @@ def prepared(text: str) -> str:
     text = text.strip()
     if re.fullmatch(r"<[^<>=]*,[^<>=]*>", text):
         text = f"\\langle {text[1:-1]} \\rangle"
+    if not re.search(r"[ABD-Z] ?\(", text):  # else C is a point
+        text = _CHOSEN.sub(_binomial, text)
     text = _SYSTEM.sub(r"\\begin{cases}\2\\end{cases}", text)
     text = _COMPOUND.sub(r"\1\2\3", text)
     if text.count("[") + text.count("]") > 1:  # ]a, b[ is (a, b)
         text = _FRENCH.sub(lambda found: f"{'(['[found[1] == '[']}{found[2]}{')]'[found[3] == ']']}", text)
     return _MODULUS.sub(r"\\pmod{\1\2}", _THOUSANDS.sub("", text.translate(_CHARACTERS)))
+
+
+def _binomial(found: re.Match[str]) -> str:
+    n, k = filter(None, found.groups())
+    return found[0] if n.isdigit() and k.isdigit() and int(n) < int(k) else f"\\binom{{{n}}}{{{k}}}"
 
 
 def tokens_of(text: str) -> list[Token]:

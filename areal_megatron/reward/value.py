@@ -28,6 +28,8 @@ _LEAST_PRECISION = 500
 _MOST_PRECISION = 16_000
 """Bits."""
 _MOST_FACTORIAL = 2000
+_MOST_EVALUATED = 500
+"""Functions and irrational powers, at all points together."""
 
 Value = Fraction | mpmath.ctx_mp_python.mpnumeric
 
@@ -52,7 +54,7 @@ class Values:
         points = [*range(_MOST_POINTS), *(_WHOLE if kinds & {"factorial", "binom"} else ())] if names else [0]
         points += _SIGNED if names and kinds & {"abs", "root"} else ()
         self.points = [{name: _coordinate(name, at) for name in names} for at in points]
-        self._bits = 0
+        self._bits = self._evaluated = 0
         self._largest = self.context.mpf(0)
 
     def same(self, one: Formula, other: Formula) -> bool:
@@ -289,6 +291,9 @@ class Values:
         """Returns a number without the imaginary part that rounding left."""
         if isinstance(value, Fraction):
             return value
+        self._evaluated += 1
+        if self._evaluated > _MOST_EVALUATED:
+            raise NoValue("too many functions")
         if not self.context.isfinite(value):
             raise _Undefined
         if not _is_real(value) and abs(value.imag) <= self.context.ldexp(abs(value.real), -self.context.prec // 2):
@@ -296,9 +301,9 @@ class Values:
         return value
 
 
-_TRIGONOMETRIC = words("sin cos tan sec csc cot")
+_TRIGONOMETRIC = words("sin cos tan sec csc cot cis")
 _NUMERIC = {name: name for name in words("ln log lg exp sin cos tan sec csc cot sinh cosh tanh")}
-_NUMERIC |= {"arcsin": "asin", "arccos": "acos", "arctan": "atan"}
+_NUMERIC |= {"cis": "expj", "arcsin": "asin", "arccos": "acos", "arctan": "atan"}
 _CONSTANTS = frozenset(("π", "e", "i"))
 _VALUELESS = frozenset(("∞", "emptyset"))
 

@@ -8,7 +8,7 @@ _WRAPPER = re.compile(r"\\(?:text|textbf|textrm|textit|mathrm|mbox) ?\{([^{}]*)\
 _SET = re.compile(
     r"(?:[a-z] (?:is|can be|may be) )?(?P<all>(?:(?:all|any|every|each|an?|the set of|the) )*)"
     r"(?:(?P<sign>positive|negative|non-?negative|non-?zero) )?(?P<kind>real|integer|rational|complex|natural)"
-    r"(?P<plural>s?(?: numbers?)?)(?P<name> [a-z])?",
+    r"(?P<plural>s?(?: numbers?| values?(?: of)?)?)(?P<name> [a-z])?",
     re.IGNORECASE,
 )
 _SYMBOLS = {"real": "R", "integer": "Z", "rational": "Q", "complex": "C", "natural": "N"}

@@ -410,6 +410,24 @@ f(n)=n \text{ for all } n ~ f(n) = n \text{ for every } n
 p\lor\lnot q ~ p\vee\neg q ~ \neg q\lor p
 2\mathbf{i}-\mathbf{j}+3\mathbf{k} ~ 2\hat{i}-\hat{j}+3\hat{k}
 (1,-2,3)^T ~ \begin{pmatrix}1\\-2\\3\end{pmatrix} ~ (1,-2,3)
+C(20,10) ~ \binom{20}{10} ~ {}_{20}C_{10} ~ ^{20}C_{10}
+\binom{2n}{n} ~ C(2n, n)
+x^2+(y-2)^2=9 ~ x^2+(y-2)^2=3^2
+\frac{x^2}{25}+\frac{y^2}{9}=1 ~ \frac{x^2}{5^2}+\frac{y^2}{3^2}=1
+n\equiv0,1\pmod4 ~ n\bmod4\in\{0,1\} ~ n\equiv\{0,1\}\pmod 4 ~ n\bmod4=0\text{ or }n\bmod4=1
+2e^{i\pi/3} ~ 1+i\sqrt3 ~ 2\operatorname{cis}60^\circ ~ 2\left(\cos\frac\pi3+i\sin\frac\pi3\right)
+\text{cis }40^\circ ~ \cos40^\circ+i\sin40^\circ
+(x,y)=\pm(2,3) ~ (2,3),(-2,-3) ~ \pm(2,3)
+(2,3),(-2,-3) ~ (x,y)=\pm(2,3)
+(-2,2) ~ |x|<2 ~ 2>|x|
+|x|\ge\sqrt3 ~ (-\infty,-\sqrt3]\cup[\sqrt3,\infty) ~ x\le-\sqrt3\text{ or }x\ge\sqrt3
+[-4,-2]\cup[2,4] ~ 2\le|x|\le4
+(-\infty,2)\cup(2,5)\cup(5,\infty) ~ x\in\mathbb{R}\setminus\{2,5\}
+5000000 ~ \text{five million} ~ five million
+120000 ~ \text{one hundred twenty thousand} ~ \text{one hundred and twenty thousand}
+\text{twenty-one} ~ 21 ~ \text{twenty one}
+\{-2,3\} ~ x_1=-2, x_2=3 ~ x_1=3,x_2=-2
+\text{all real numbers} ~ \text{All real values of } x
 """.strip().splitlines()
 ]
 """The known answer, then other ways to write it."""
@@ -1234,6 +1252,92 @@ p\lor(q\land r) ~ (p\lor q)\land r
 \begin{pmatrix}1&2\\3&4\end{pmatrix}^T ~ \begin{pmatrix}1&2\\3&4\end{pmatrix}
 x\in\{1,2\} ~ x\in(1,2)
 \{x\in\mathbb{Z}\mid x>2\} ~ \{x\in\mathbb{R}\mid x>2\}
+C(20,10) ~ C(10,20)
+C(20,10) ~ (20,10)
+C(5,2) ~ (5,2)
+A(1,2), B(3,4), C(6,5) ~ A(1,2), B(3,4), C(6,1)
+{}_{20}C_{10} ~ {}_{20}C_{9}
+C_n ~ \binom{n}{1}
+C_{10} ~ 10
+C(n,2) ~ \frac{n(n+1)}{2}
+n \bmod 4 = 1 ~ n = 1
+n \bmod 4 = 1 ~ n \bmod 4 = 3
+n\bmod4\in\{0,1\} ~ n\equiv 0 \pmod 4
+n\bmod4\in\{0,1\} ~ n\equiv 0,1 \pmod 5
+n\equiv\{0,1\}\pmod 4 ~ \{0,1\}
+n\bmod4\in\{0,1\} ~ m\bmod4\in\{0,1\}
+\pm(2,3) ~ (\pm2,\pm3)
+\pm(2,3) ~ (2,3)
+\pm(2,3) ~ (2,3),(-2,3)
+\pm(2,3) ~ (2,3),(3,2)
+\mp(2,3) ~ (2,-3),(-2,3)
+|x|<2 ~ x<2
+|x|<2 ~ (0,2)
+|x|<2 ~ [0,2)
+|x|<2 ~ (-2,0)\cup(0,2)
+|x|>2 ~ x>2
+|x|>2 ~ (-2,2)
+|x|\ge2 ~ |x|>2
+|x|\le2 ~ |y|\le2
+|x|\ne 2 ~ x\ne2
+|z|<1 ~ (-1,1)
+|z|<1 ~ -1<z<1
+|x-1|<2 ~ |x|<2
+|x-1|<2 ~ (-2,2)
+1<|x|<2 ~ 1<x<2
+1<|x|<2 ~ (-2,2)
+1<|x|\le2 ~ [-2,-1]\cup[1,2]
+\text{five} ~ 6
+\text{five} ~ 15
+\text{five} ~ \text{fifth}
+\text{twenty-one} ~ 201
+\text{twenty one} ~ \text{twenty}
+\text{one hundred five} ~ 150
+\text{one two} ~ 3
+\text{two thousand} ~ 2
+\text{two and three} ~ 5
+\text{two} ~ \text{two or three}
+\text{zero} ~ \text{none or one}
+\text{five million} ~ 5
+\text{one half} ~ 1
+\text{hundred} ~ 1
+\operatorname{cis} 40^\circ ~ \cos 40^\circ
+\operatorname{cis} 40^\circ ~ \operatorname{cis} 50^\circ
+\operatorname{cis} 40^\circ ~ 40
+2\operatorname{cis} 40^\circ ~ \operatorname{cis} 40^\circ
+e^{i\pi/3} ~ \frac{1}{2}
+e^{i\pi/3} ~ \frac{\sqrt3}{2}+\frac12 i
+2e^{i\pi/3} ~ 1-i\sqrt3
+\frac{2\pm\sqrt8}{2} ~ 1\pm\sqrt8
+1\pm\sqrt2 ~ 2\pm\sqrt2
+x^2+y^2=16 ~ x^2+y^2=4
+x^2+y^2=4^2 ~ x^2+y^2=4
+x^2+y^2=2^3 ~ x^2+y^2=9
+\{-2,3\} ~ x_1=-2,y_1=3
+\{-2,3\} ~ x_1=-2,x_2=-3
+(-2,3) ~ x_1=3,x_2=-2
+\{-2,3\} ~ x_1=-2
+x_1=-2,x_2=3 ~ x_1=3,x_2=-2
+m=1 ~ n=1
+m=1 ~ m=n=2
+\mathbb{R}\setminus\{2,5\} ~ (-\infty,2)\cup(5,\infty)
+\mathbb{R}\setminus\{2,5\} ~ (-\infty,2)\cup(2,\infty)
+(2,5)\cup(5,\infty) ~ \mathbb{R}\setminus\{5\}
+\text{all } n\ge4 ~ n\ge 3
+\text{all } n\ge4 ~ \text{all even } n\ge4
+\text{all even } n ~ n
+\text{All real values of } x ~ \text{all positive real values of } x
+\text{all real values} ~ \text{all integer values}
+C(2,3) ~ 0
+C_1e^x+x^2C_2 ~ C_1e^x+1
+x^2C_2 ~ x
+2^nC_1 ~ n
+e^{2}C_1 ~ 2
+(x)^2C_1 ~ x
+m=n=1 ~ m=1
+x=y=z=2 ~ y=2
+1\pm\sqrt2 ~ 1\pm\sqrt3
+\lfloor x\rfloor ~ [x]
 """.strip().splitlines()
 ]
 """Two answers, neither of which is right for the other."""
@@ -1523,6 +1627,18 @@ Express 10000 as a power of ten. ~ 10000 ~ 10^4 ~ 0
 Express 81 as a power of 3. ~ 81 ~ 3^4 ~ 0
 Write 72 as a product of prime factors. ~ 72 ~ 2^3\cdot3^2 ~ 0
 What is half of $10^4$ times 20? ~ 10^5 ~ 100000 ~ 1
+Solve $x^2-2x-1=0$. ~ \frac{2\pm\sqrt8}{2} ~ 1\pm\sqrt2 ~ 0
+Solve $x^2-2x-1=0$. ~ \frac{2\pm2\sqrt2}{2} ~ 1\pm\sqrt2 ~ 0
+Solve $16x^2-24x-3=0$. ~ \frac{6\pm4\sqrt3}{8} ~ \frac{3\pm2\sqrt3}{4} ~ 0
+Solve $x^2-2x-4=0$. ~ 1\pm\sqrt5 ~ 1\pm\sqrt5 ~ 1
+Arrange A, B and C from the least to the greatest. ~ C, B, A ~ A, B, C ~ 0
+In order to find the roots of $f$, which of these are needed? ~ C, A ~ A, C ~ 1
+Write five million in digits. ~ \text{five million} ~ 5000000 ~ 0
+Write five million in digits. ~ 5\text{ million} ~ 5000000 ~ 0
+How many words are there in five million pages? ~ \text{ten million} ~ 10000000 ~ 1
+Solve $|x|<2$. ~ |x|<2 ~ (-2,2) ~ 0
+Solve $x^2<4$. ~ |x|<2 ~ (-2,2) ~ 1
+What is $C(9,4)$? ~ C(9,4) ~ 126 ~ 0
 """.strip().splitlines()
         )
     ),

@@ -384,6 +384,11 @@ HOSTILE = [
         r"\begin{pmatrix}" + "1&" * 400 + r"1\end{pmatrix}",
         r"1\pm\sqrt{2}+" * 60 + "1",
         r"\text{a}" * 100,
+        r"\pm(" * 11 + "1,2" + ",3)" * 11,
+        "cis(cis(x))" * 90,
+        "e^{ix}" * 160,
+        r"\sin(ix)" * 120,
+        "one hundred " * 40,
         "[1,2" * 200,
     ),
 ]

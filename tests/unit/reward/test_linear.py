@@ -106,6 +106,7 @@ READERS = {
     formula.read: [lambda text: quietly(formula.read, text)],
     numeral.is_unit: [numeral.is_unit],
     numeral.in_base: [numeral.in_base],
+    numeral.in_digits: [numeral.in_digits, lambda text: numeral.in_digits(text.replace("a ", "one million "))],
     notation.numbers_in: [notation.numbers_in],
     notation.restates: [
         lambda text: notation.restates(f"{text} 0.5 as a fraction", numeral.numeral("0.5"), numeral.numeral("1/2"))
