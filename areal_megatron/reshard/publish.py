@@ -44,9 +44,10 @@ from areal_megatron.reshard.carriers.base import Deadline, LinkEnd, LinkError, M
 from areal_megatron.reshard.carriers.streams import Dialer
 from areal_megatron.reshard.changes import zstd
 from areal_megatron.reshard.copies import Copies, bind, pack
+from areal_megatron.reshard.messages import Announced, EngineReady, Publication, Staged
 from areal_megatron.reshard.plan import Bucket, Plan, Planner
 from areal_megatron.reshard.published import Choice, Cost, Publications
-from areal_megatron.reshard.session import LinkRef, publication, version_of
+from areal_megatron.reshard.session import LinkRef
 from areal_megatron.reshard.transport import Link, Message
 from areal_megatron.run.folder import RunError
 
@@ -447,20 +448,16 @@ class Transmission:
             return
         ranks = range(outlet.plan.destinations)
         ready = {f"ready/{n}/{rank}": f"engine rank {rank} to start update {n}" for rank in ranks}
-        held: list[int | None] = []
-        to_check: list[str] = []
-        for rank, said in enumerate(link.wait(ready, self.deadline, update=n, stop=self._stop)):
-            digest, number, what = [*said.split(" ", 2), "", ""][:3]
-            held.append(version_of(what, trainer.run))
-            to_check.append(number)
-            if digest != outlet.plan.order(trainer.reshard.may_send_changes):
+        said = [link.decode(s, EngineReady) for s in link.wait(ready, self.deadline, update=n, stop=self._stop)]
+        for rank, one in enumerate(said):
+            if one.plan != outlet.plan.order(trainer.reshard.may_send_changes):
                 raise LinkError(
                     f"{link.name}: engine rank {rank} follows another plan; do trainers and engines run "
                     "the same release, with the same model, sizes and settings?"
                 )
         with link.stream():
-            sending = _Sending(self, link, held, to_check)
-        link.say(f"sending/{n}/{trainer.rank}", f"{sending.how} {publication(self.version, trainer.run)}")
+            sending = _Sending(self, link, said)
+        link.say(f"sending/{n}/{trainer.rank}", Announced(sending.how, Publication(trainer.run, self.version)))
         link.meet(self.deadline, update=n, stop=self._stop)
         size = sum(map(outlet.size, outlet.buckets))
         span = trainer.timeline.span("publish", engine=outlet.engine, version=self.version, bytes=size)
@@ -468,7 +465,7 @@ class Transmission:
             self._settled.synchronize()
         with span, link.stream():
             sending.send()
-        link.say(f"sent/{n}/{trainer.rank}", "")
+        link.say(f"sent/{n}/{trainer.rank}")
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
@@ -500,22 +497,25 @@ class Transmission:
         received = {f"received/{n}/{rank}": f"engine rank {rank} to have received update {n}" for rank in ranks}
         sent = {f"sent/{n}/{rank}": f"trainer rank {rank} to have sent update {n}" for rank in outlet.members.senders}
         values = link.wait(received | sent, self.deadline, update=n, stop=lambda: None)
-        size, new, elements = map(sum, zip(*(map(int, v.split()) for v in values[: len(received)]), strict=True))
-        return Received(size, new / elements)
+        told = [link.decode(value, Staged) for value in values[: len(received)]]
+        changed = sum(one.changed for one in told) / sum(one.elements for one in told)
+        return Received(sum(one.bytes for one in told), changed)
 
 
 class _Sending:
     """The messages of one update from one trainer rank to one engine."""
 
-    def __init__(self, update: Transmission, link: Link, held: Sequence[int | None], to_check: Sequence[str]):
-        """`held`: engine rank → the version of these trainers that it has, or None; `to_check`: engine rank → the
-        message of which it checks all elements, as `Bucket.name` says."""
-        self._update, self._link, self._held = update, link, held
+    def __init__(self, update: Transmission, link: Link, ready: Sequence[EngineReady]):
+        """`ready`: what each engine rank has said."""
+        self._update, self._link = update, link
         self._outlet, self._trainer = update.outlet, update.outlet.trainer
         self._parcels = self._outlet.parcels(update.parameters)
         self._choice = self._trainer.choice(self._outlet.engine)
         self._looks_at = [update.few_changes or self._choice.looks_at(parcel.elements) for parcel in self._parcels]
-        self._to_check = {n for n, b in enumerate(self._outlet.buckets) if to_check[b.destination] == b.name}
+        self._to_check = {n for n, b in enumerate(self._outlet.buckets) if ready[b.destination].to_check == b.name}
+        has = [one.has for one in ready]
+        self._held = [each.version if each and each.run == self._trainer.run else None for each in has]
+        """Engine rank → the version of these trainers that it has, or None."""
         self._from_buffer: dict[int, Message] = {}
         """Address of a buffer → the message that was sent from it last."""
         self._direct: list[Message] = []
@@ -526,8 +526,6 @@ class _Sending:
 
     @property
     def how(self) -> str:
-        """What the engine is told: `whole` for whole messages without heads, `changes` for groups with heads, and
-        `few-changes` if all of it is to wait in the engine's room for the commit."""
         return "few-changes" if self._update.few_changes else "changes" if any(self._looks_at) else "whole"
 
     def send(self) -> None:

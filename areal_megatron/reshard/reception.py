@@ -1,7 +1,7 @@
 """An engine rank's end of a link: receives updates into staging (staging.py), in the background, and commits them.
 
-Inlet and Reception are the partners of Outlet and Transmission in publish.py; receive.py has the
-Receiver, through which vLLM uses them. Imports no vllm.
+Inlet and Reception are the partners of Outlet and Transmission in publish.py; receive.py has the Receiver, through
+which vLLM uses them. Imports no vllm.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from areal_megatron.reshard.carriers.base import Deadline, LinkEnd, LinkError, M
 from areal_megatron.reshard.changes import Changes, ChangesError, bits, decode
 from areal_megatron.reshard.copies import settle
 from areal_megatron.reshard.engine_layout import EngineSizes
+from areal_megatron.reshard.messages import Announced, EngineReady, Publication, Staged
 from areal_megatron.reshard.plan import Plan
 from areal_megatron.reshard.session import LinkInfo
 from areal_megatron.reshard.staging import Arrival, Shard, Staging
@@ -110,7 +111,7 @@ class Reception:
         self._inlet, self._number = inlet, inlet.updates
         self._deadline = Deadline(inlet.timeout_s)  # from /start_weight_update; transport.py lists all limits
         self._error = "not received yet"
-        self._publication = ""
+        self._publication: Publication | None = None
         self._arriving: deque[tuple[Message, Arrival]] = deque()
         self._taken: set[int] = set()
         """Addresses of the places into which messages are on their way."""
@@ -137,7 +138,7 @@ class Reception:
         into staging.
         """
         shard = self._inlet.shard
-        shard.live.publication = ""
+        shard.live.publication = None
         self._staging.commit()
         shard.repack()
         settle(shard.staging.device)
@@ -154,10 +155,10 @@ class Reception:
             self._receive(link)
             self._error = ""
             elements = sum(arrival.bucket.elements for arrival in inlet.arrivals)
-            link.say(f"received/{self._number}/{inlet.shard.rank}", f"{self._bytes} {self._elements} {elements}")
+            link.say(f"received/{self._number}/{inlet.shard.rank}", Staged(self._bytes, self._elements, elements))
         except Exception as e:  # a thread's traceback would be lost
             if isinstance(e, ChangesError):
-                inlet.shard.live.publication = ""  # whoever is wrong about it, the next generation begins with all
+                inlet.shard.live.publication = None  # whoever is wrong about it, the next generation begins with all
             self._error = str(e)
             inlet.break_link(self._number, f"{inlet.name}: update {self._number}: {e}")
 
@@ -166,17 +167,17 @@ class Reception:
         live, arrivals = inlet.shard.live, inlet.arrivals
         to_check = arrivals[live.turn % len(arrivals)].bucket.name if arrivals else ""
         live.turn += 1
-        link.say(f"ready/{n}/{inlet.shard.rank}", f"{inlet.digest} {to_check} {live.publication}")
+        link.say(f"ready/{n}/{inlet.shard.rank}", EngineReady(inlet.digest, to_check, live.publication))
         senders = sorted({arrival.bucket.source for arrival in arrivals})
         # A posted gloo receive ends only with its message or its timeout, so none is posted before its sender sends.
         sending = {f"sending/{n}/{source}": f"trainer rank {source} to send update {n}" for source in senders}
-        said = [text.split(" ") for text in link.wait(sending, self._deadline, update=n, stop=self._stop)]
-        tells_changes = {source for source, (how, _) in zip(senders, said, strict=True) if how != "whole"}
-        publications = {publication for _, publication in said}
-        few_changes = any(how == "few-changes" for how, _ in said)
+        said = [link.decode(s, Announced) for s in link.wait(sending, self._deadline, update=n, stop=self._stop)]
+        tells_changes = {source for source, one in zip(senders, said, strict=True) if one.how != "whole"}
+        publications = {one.publication for one in said}
+        few_changes = any(one.how == "few-changes" for one in said)
         self._staging = inlet.shard.kind.of_update(few_changes)(inlet.shard, self._stop)
         if len(publications) != 1:
-            raise LinkError(f"the trainers send several versions: {', '.join(sorted(publications))}")
+            raise LinkError(f"the trainers send several versions: {', '.join(sorted(map(str, publications)))}")
         self._publication = publications.pop()
         link.meet(self._deadline, update=n, stop=self._stop)
         with link.stream():

@@ -112,14 +112,3 @@ def init_body(
 def commit_body(version: int, clear_cache: bool) -> dict[str, Any]:
     """Returns the body that commits what is staged; tokens sampled from then on carry `version`."""
     return {"version": str(version), "clear_cache": clear_cache}
-
-
-def publication(version: int, run: str) -> str:
-    """Returns the name of a version of the trainers that call themselves `run`."""
-    return f"{run}:{version}"
-
-
-def version_of(name: str, run: str) -> int | None:
-    """Returns the version of a publication, or None if it is not of the trainers that call themselves `run`."""
-    of, _, version = name.rpartition(":")
-    return int(version) if of == run and version.isdecimal() else None

@@ -31,6 +31,7 @@ from areal_megatron.reshard.changes import bits
 from areal_megatron.reshard.copies import Copies, bind, pack, unpack
 from areal_megatron.reshard.edits import Edit, Places, Room, move
 from areal_megatron.reshard.engine_layout import EngineSizes
+from areal_megatron.reshard.messages import Publication
 from areal_megatron.reshard.plan import Bucket, largest_bucket
 
 _EDITED = 1 / 16
@@ -45,8 +46,8 @@ _NO_ROOM = "more changes came than there is room for; next time the engine stand
 class Live:
     """What the live parameters of an engine rank are."""
 
-    publication: str = ""
-    """The name of the version that they all have (session.publication); empty: unknown, or a mixture."""
+    publication: Publication | None = None
+    """The version that they all have; None: unknown, or a mixture."""
     turn: int = 0
     """Counts updates: at each of them all elements of another message are checked, if it comes as changes."""
 
@@ -176,7 +177,7 @@ class Streamed(Staging):
 
     def _begin_to_write(self) -> None:
         self._stop()
-        self._shard.live.publication = ""
+        self._shard.live.publication = None
 
 
 class WaitingRoom(Staging):

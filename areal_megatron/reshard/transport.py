@@ -1,21 +1,9 @@
 """One link: the trainer ranks that send to one engine and the ranks of this engine, for one generation.
 
 Weights travel by a carrier (carriers/): a process group of the link's own, gloo or NCCL, or TLS streams to an engine at
-another site. What the ranks have to tell each other they write under keys of the trainers' TCPStore, with a prefix of
-the link's own:
-
-| key | set by | value |
-|---|---|---|
-| library | the first rank of either side that joined | the library that carries its messages, and who it is |
-| member/M | member M | it is about to connect to all the others at once (NCCL only) |
-| ready/N/R | engine rank R | digest of the plan it follows, and what it holds; it waits for update N |
-| sending/N/S | trainer rank S | what it publishes; its first message of update N is on its way |
-| sent/N/S | trainer rank S | it read every parameter before any could change |
-| received/N/R | engine rank R | bytes and elements received; staging holds the update |
-| failed/N | the first rank of either side that failed | why |
-
-N counts the updates of a generation from 1. A group in which anything failed is never used again: gloo's pairs
-are unusable after a timeout, so the controller gives the link a new generation.
+another site. What the ranks have to tell each other they write under keys of the trainers' TCPStore (messages.py). A
+group in which anything failed is never used again: gloo's pairs are unusable after a timeout, so the controller gives
+the link a new generation.
 
 `reshard.timeout_s` is how long one update may take. Every limit of an update is derived from it:
 
@@ -23,7 +11,7 @@ are unusable after a timeout, so the controller gives the link a new generation.
 |---|---|---|
 | a trainer rank, from `publish` until its last message is sent; rank 0, until all have arrived | timeout_s | publish |
 | an optimizer step that waits until the parameters have been read | timeout_s + 1 s | publish.Transmission |
-| an engine rank, from /start_weight_update until it has its last message | timeout_s | staging.Reception |
+| an engine rank, from /start_weight_update until it has its last message | timeout_s | reception.Reception |
 | connecting to the store; an operation of an NCCL group | timeout_s | carriers/base.py, carriers/nccl.py |
 | connecting to an engine at another site; an answer about its keys | timeout_s | carriers/streams.py, carriers/tls.py |
 | a member that waits for the others, or for the name of NCCL's group | the update's own | `Link.meet` |
@@ -43,7 +31,9 @@ import contextlib
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping
+from typing import TypeVar
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -51,6 +41,7 @@ from torch import Tensor
 from areal_megatron.process.errors import first_line
 from areal_megatron.reshard.carriers import carrier_of
 from areal_megatron.reshard.carriers.base import Deadline, LinkEnd, LinkError, Members, Work
+from areal_megatron.reshard.messages import Library
 from areal_megatron.reshard.plan import Bucket
 
 POLL_S = (0.001, 0.005)
@@ -61,6 +52,13 @@ takes 36 µs of it."""
 
 _FIRST_TAG = 2**20
 """Tags below it are the numbers of buckets."""
+
+
+Told = TypeVar("Told", bound=msgspec.Struct)
+
+
+def _encode(message: msgspec.Struct) -> str:
+    return msgspec.json.encode(message).decode()
 
 
 class Link:
@@ -115,13 +113,14 @@ class Link:
         versions of NCCL do not connect, and the reason is in NCCL's own log at most."""
         mine = self.carrier.library
         try:
-            theirs, _, other = self._keys.compare_set("library", "", f"{mine} of {who}").decode().partition(" of ")
+            first = self._keys.compare_set("library", "", _encode(Library(mine, who)))
         except RuntimeError as e:
             raise LinkError(self._lost(e)) from None
-        if theirs != mine:
+        theirs = self.decode(first, Library)
+        if theirs.name != mine:
             reason = (
-                f"{self.name}: {who} has {mine}, but {other} has {theirs}; install the same torch and nvidia-nccl for "
-                "trainers and engines (docs/operations.md)"
+                f"{self.name}: {who} has {mine}, but {theirs.rank} has {theirs.name}; install the same torch and "
+                "nvidia-nccl for trainers and engines (docs/operations.md)"
             )
             raise LinkError(self.say_failed(1, reason))
 
@@ -142,10 +141,10 @@ class Link:
         """Ends the connections of a link that carries nothing any more. Any thread may call it."""
         self.carrier.close()
 
-    def say(self, key: str, text: str) -> None:
+    def say(self, key: str, message: msgspec.Struct | None = None) -> None:
         """Sets a key of the link for all its ranks."""
         try:
-            self._keys.set(key, text)
+            self._keys.set(key, _encode(message) if message else "")
         except RuntimeError as e:
             raise LinkError(self._lost(e)) from None
 
@@ -165,7 +164,9 @@ class Link:
         except dist.DistError as e:
             return self._lost(e)
 
-    def wait(self, keys: Mapping[str, str], deadline: Deadline, *, update: int, stop: Callable[[], None]) -> list[str]:
+    def wait(
+        self, keys: Mapping[str, str], deadline: Deadline, *, update: int, stop: Callable[[], None]
+    ) -> list[bytes]:
         """Returns the values of `keys` (key → who has to do what), once all are set.
 
         Raises LinkError at the deadline, naming who is missing, and as soon as a rank of the link reports that `update`
@@ -182,9 +183,16 @@ class Link:
                     raise LinkError(f"{self.name}: waited {deadline.timeout_s:.0f} s in vain for {', '.join(missing)}")
                 time.sleep(pause)
                 pause = min(1.2 * pause, self._longest_pause_s)
-            return [value.decode() for value in self._keys.multi_get(names)]
+            return self._keys.multi_get(names)
         except dist.DistError as e:
             raise LinkError(self._lost(e)) from None
+
+    def decode(self, value: bytes, of: type[Told]) -> Told:
+        """Returns the message that a rank has set. Raises LinkError."""
+        try:
+            return msgspec.json.decode(value, type=of)
+        except msgspec.MsgspecError as e:
+            raise LinkError(f"{self.name}: do all ranks run the same release? {of.__name__}: {e}") from None
 
     def _lost(self, error: Exception) -> str:
         return f"{self.name}: lost the trainers' store: {first_line(error)}"

@@ -84,7 +84,7 @@ def product_share(rank: int, device: str, small: bool, store: str) -> float:
         alone = product_rate(options)
         waiting = _message(link, rank, flat, bucket)
         share = product_rate(options) / alone
-        link.say("measured", "")
+        link.say("measured")
     else:
         link.wait({"measured": "the receiver"}, Deadline(LINK_TIMEOUT_S), update=1, stop=lambda: None)
         waiting = _message(link, rank, flat, bucket)

@@ -21,6 +21,7 @@ from areal_megatron.observe.timeline import Timeline
 from areal_megatron.protocol import Delivered, NotYet, Publish
 from areal_megatron.reshard import engine_layout, trainer_layout
 from areal_megatron.reshard.engine_layout import EngineSizes
+from areal_megatron.reshard.messages import EngineReady
 from areal_megatron.reshard.plan import Planner
 from areal_megatron.reshard.publish import Publisher, TrainerRank
 from areal_megatron.reshard.reception import Inlet, Reception
@@ -72,7 +73,7 @@ class StandInEngine:
                 self._inlet = Inlet(self._shard, info, log=lambda _: None)
             case "/start_weight_update" if self.broken:
                 await asyncio.to_thread(self._inlet._joining.join)
-                self._inlet.link.say("ready/1/0", self._inlet.digest)
+                self._inlet.link.say("ready/1/0", EngineReady(self._inlet.digest, "", None))
                 if self.complaint:
                     self._inlet.link.say_failed(1, self.complaint)
             case "/start_weight_update":

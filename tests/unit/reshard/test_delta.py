@@ -11,6 +11,7 @@ from areal_megatron.models.architecture import read_config
 from areal_megatron.reshard.changes import bits, decode, zstd
 from areal_megatron.reshard.copies import bind, pack, unpack
 from areal_megatron.reshard.edits import Places
+from areal_megatron.reshard.messages import Publication
 from areal_megatron.reshard.plan import Planner
 from areal_megatron.reshard.published import Choice, Cost, HostMemory, Kept, Publications
 from areal_megatron.reshard.session import COMPARED, FEW_CHANGES
@@ -238,9 +239,9 @@ def test_an_engine_that_lies_about_its_version_gets_all(pools, claim):
     link.update(1)
     link.train(stepped(link.tensors, 0.05, seed=1))
     link.update(2)
-    run = link.shards[0].live.publication.partition(":")[0]
-    name = {"of other trainers": "0:2", "of a version that it does not have": f"{run}:1", "of the future": f"{run}:9"}
-    link.shards[0].live.publication = name.get(claim, f"{run}: 2 -1")
+    run = link.shards[0].live.publication.run
+    lies = {"of other trainers": ("0", 2), "of a version that it does not have": (run, 1), "of the future": (run, 9)}
+    link.shards[0].live.publication = Publication(*lies.get(claim, (run, -1)))
     link.train(stepped(link.tensors, 0.05, seed=2))
     received, error = link.deliver(3)
     if claim == "of a version that it does not have":
@@ -396,7 +397,7 @@ def test_auto_sends_changes_again_at_once_to_an_engine_that_was_restarted(pools,
     sent = {}
     for version in range(1, 9):
         if version == 6:
-            link.shards[0].live.publication = ""
+            link.shards[0].live.publication = None
             link.join(2)
         sent[version] = link.update(version, generation=1 + (version > 5)).bytes
         link.assert_committed()

@@ -136,7 +136,7 @@ def test_a_member_that_dies_while_it_connects_holds_nobody_beyond_the_deadline(n
         Link(LinkEnd(engine=engine, generation=1, store=address, device=device, timeout_s=30.0)) for engine in range(2)
     )
     link.join(Members([0], 1), 1)
-    link.say("member/0", "")  # so it was there a moment ago
+    link.say("member/0")  # so it was there a moment ago
     errors = queue.Queue()
 
     def meet():
@@ -148,7 +148,7 @@ def test_a_member_that_dies_while_it_connects_holds_nobody_beyond_the_deadline(n
     threading.Thread(target=meet, daemon=True).start()
     time.sleep(0.5)
     begin = time.monotonic()
-    other.say("ready/1/0", "")
+    other.say("ready/1/0")
     assert other.failure(1) == ""
     assert time.monotonic() - begin < 0.5
     said = errors.get(timeout=10)
@@ -264,6 +264,18 @@ def test_what_has_a_dtype_of_its_own_arrives_unrounded(tmp_path, kind, link):
         )
         subject.assert_committed()
     subject.close()
+
+
+@pytest.mark.parametrize(
+    "said", ["0123 0:1 run:2", '{"plan":"0123","to_check":""}', '{"plan":1,"to_check":"","has":null}']
+)
+def test_a_message_of_another_release_is_one_line(pools, said):
+    link = pools(sizes={}, tp=1)
+    link.store.set("link/0/1/ready/1/0", said)
+    link.publish(1)
+    *_, error = link.delivered.get(timeout=20)
+    assert error.startswith("link to engine 0, generation 1: do all ranks run the same release? EngineReady: ")
+    assert "\n" not in error
 
 
 def test_two_ends_that_go_through_different_memory_still_meet(pools):
