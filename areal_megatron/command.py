@@ -1,9 +1,9 @@
 # PYTHON_ARGCOMPLETE_OK
 """The command `areal`: one name for the programs of this package, `areal train …` for launch/local.py.
 
-    areal COMMAND …        becomes that program: its signals, exit codes and import path are those of `python -m`
-    areal COMMAND --help   says what it takes
-    areal completion bash  prints what makes the shell complete commands, options and keys of the config (or zsh, fish)
+    areal COMMAND …        becomes that program: with the signals, exit codes and import path of `python -m`
+    areal COMMAND --help   lists its arguments
+    areal completion bash  prints the shell code to complete commands, options and keys of the config (or zsh, fish)
 
 Imports nothing of a program before its name is known. Exit code 2 for a command that there is not.
 """

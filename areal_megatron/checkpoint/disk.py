@@ -37,7 +37,7 @@ file is synced."""
 
 
 class CheckpointError(ValueError):
-    """A checkpoint cannot be read or written as asked; one line that says what, where and what to do."""
+    """A checkpoint cannot be read or written as asked; one line with the problem, its place and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,13 @@
-"""The checkpoints of a run on disk: which are complete, which one to resume from, which ones to keep. No torch.
+"""The checkpoints of a run on disk: the complete ones, the one to resume from, the ones to keep. No torch.
 
 ```
 runs/NAME/checkpoints/version-000012/
-    complete.json        written last: what it is, and size and CRC of every file
+    complete.json        written last: a description, and size and CRC of every file
     trainer/             megatron-core's torch_dist: model, optimizer, schedule, generators
     controller.msgpack   controller/state.py; supervised runs: examples.msgpack (data/drawing.py), replays:
                          replay.msgpack (data/dumps.py)
     hf/                  config.json and tokenizer of the model
-    damaged              only if the trainers found, as they resumed, that a file is not what was written
+    damaged              only if the trainers found, as they resumed, a file with other content than was written
 ```
 Incarnation 3 writes a checkpoint into `.version-000012.incarnation-3.partial` and renames it once all is synced.
 What has no leading dot is complete, unless something happened to it later.
@@ -183,8 +183,8 @@ def read(folder: Path) -> SavedCheckpoint:
 def check_share(folder: Path, rank: int, ranks: int) -> None:
     """Reads a rank's share of the trainers' files and checks their CRCs; all ranks together read all of them.
 
-    If there are as many ranks as when it was saved, each reads the file that it is going to load, which is in the page
-    cache then. Raises OSError, and ConfigError if a file is not what was written; then `read` refuses the checkpoint
+    If the number of ranks has not changed since the save, each reads the file it is about to load, and so warms the
+    page cache. Raises OSError, and ConfigError if a file is not what was written; then `read` refuses the checkpoint
     too from now on.
     """
     _, files = _read_seal(folder)
@@ -211,15 +211,15 @@ def complete(run: Run) -> list[Path]:
 
 
 def newest(run: Run) -> tuple[SavedCheckpoint | None, list[str]]:
-    """Returns the last undamaged checkpoint of the work that counts, and what is wrong with those after it."""
+    """Returns the last undamaged checkpoint of the work that counts, and the faults of later ones."""
     return _last_whole(folder for place, folder in _ordered(run) if place.counts)
 
 
 def resumable(run: Run) -> tuple[SavedCheckpoint | None, list[str]]:
-    """Returns the checkpoint from which the run can go on, and why none that would have been better can be taken.
+    """Returns the checkpoint to resume from, and why better ones cannot be used.
 
-    It is the newest; without any, the one of another run from which this one began; and without that, the last one of
-    work that was given up.
+    It is the newest; without any, the checkpoint of another run from which this one began; failing both, the last one
+    of work that was given up.
     """
     checkpoint, problems = newest(run)
     line = line_of(run.starts())
@@ -277,8 +277,8 @@ def remove_unfinished(run: Run) -> None:
 
 
 def tidy(run: Run, settings: CheckpointConfig, in_use: Collection[Path] = ()) -> None:
-    """Removes all but the last `checkpoint.keep` whole ones, those after them, those whose version
-    checkpoint.keep_every divides, and those `in_use`. Raises Replaced."""
+    """Removes all but the last `checkpoint.keep` whole checkpoints, anything after them, versions divisible by
+    checkpoint.keep_every, and those `in_use`. Raises Replaced."""
     run.check_current()
     later = 0
     for place, folder in reversed(_ordered(run)):

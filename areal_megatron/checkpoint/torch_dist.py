@@ -1,11 +1,11 @@
 """The layout of megatron-core's distributed checkpoints (format torch_dist), and reading a model by it.
 
 A distributed checkpoint holds each parameter of the whole model as one tensor, in the chunks that the saving ranks had.
-It is what a single trainer rank would hold, except for names and padding: the numbers of layers and experts are leading
-axes of the tensors (`decoder.layers.self_attention.linear_qkv.weight` is [layers, rows, columns]), and the rows that
-pad the vocabulary are those of the saving ranks. Where the layers of a model differ, the number of the layer stays in
-the name (`decoder.layers.3.self_attention.linear_qkv.weight` is [rows, columns]). The sections of the projection and of
-the convolution of a gated delta net are tensors of their own (`….in_proj.weight.query`). Imports no megatron.
+A single trainer rank would hold the same, except for names and padding: the numbers of layers and experts are leading
+axes of the tensors (`decoder.layers.self_attention.linear_qkv.weight` is [layers, rows, columns]), and the vocabulary
+is padded as on the saving ranks. Where the layers of a model differ, the number of the layer stays in the name
+(`decoder.layers.3.self_attention.linear_qkv.weight` is [rows, columns]). The sections of the projection and of the
+convolution of a gated delta net are tensors of their own (`….in_proj.weight.query`). Imports no megatron.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PADDED = (EMBEDDING.megatron, HEAD.megatron)
 
 
 def layout(hf_config: Mapping[str, Any]) -> Layout:
-    """Returns which region of which checkpoint tensor is which box of which canonical tensor; no vocabulary padding.
+    """Returns the map from regions of checkpoint tensors to boxes of canonical tensors; no vocabulary padding.
 
     Its pieces transpose nothing.
 

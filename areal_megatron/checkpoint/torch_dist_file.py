@@ -142,9 +142,9 @@ def write_folder(
 ) -> None:
     """Writes a torch_dist folder of files of at most file_bytes (or one chunk), from one process.
 
-    tensors: name → dtype and whole shape. blocks: makes the contiguous arrays that are a chunk's elements one after
-    another; each is written while the next one is made, and may change after that. objects: names of entries that hold
-    None. sync: the files will be synced. Raises OSError, and RunError unless the chunks are each tensor once.
+    tensors: name → dtype and whole shape. blocks: makes the contiguous arrays of a chunk's elements, in order; each is
+    written while the next one is made, and may change afterwards. objects: names of entries whose value is None. sync:
+    the files will be synced. Raises OSError, and RunError unless the chunks are each tensor once.
     """
     files: list[list[tuple[str, torch.dtype, Shape, Box]]] = [[]]
     size = 0

@@ -1,4 +1,4 @@
-"""What the authors of the algorithms that `ppo.algorithm` names have published: the defaults that go with each name.
+"""Published settings of each `ppo.algorithm`: the defaults that go with its name.
 
 The functions that make up an algorithm are in ppo/algorithm.py. Imports no torch.
 """

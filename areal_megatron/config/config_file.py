@@ -1,6 +1,6 @@
 """Loads a run's config from a YAML file and overrides, and saves it.
 
-Every wrong line or override is refused with one line that says where it is, what is wrong and what is right.
+Every wrong line or override is refused with one line: its place, the problem and a correct value.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from areal_megatron.config.algorithms import PUBLISHED
 
 
 class ConfigError(ValueError):
-    """Wrong input by the user: one line that names the key or file, what is wrong and what to do."""
+    """Wrong input by the user: one line with the key or file, the problem and the remedy."""
 
 
 def key(
@@ -385,17 +385,17 @@ class RolloutConfig:
 @dataclass
 class ReshardConfig:
     update: str = key("auto", choices=("auto", "full", "delta"))
-    """What engines are sent: all weights; what has changed since the version that they have, where it is known and
-    less; or, with `auto`, of each message what takes less time by what was measured (docs/resharding.md)."""
+    """`full` sends engines all weights. `delta` sends only the changes since an engine's version, where they are known
+    and smaller. `auto` picks the faster of the two for each message, by measured times (docs/resharding.md)."""
     compression: str = key("none", choices=("none", "zstd"))
     """What changes are compressed with. It halves them, which pays on links below about 10 Gb/s."""
     staging: str = key("full", choices=("full", "streamed"))
     """Where an engine receives new weights: into a second copy of its shard, while it generates; or, where that does
     not fit, into room for one layer, while it is paused."""
     link: str = key("auto", choices=("auto", "device", "host"))
-    """What weights travel through: the network between the devices themselves, which is NCCL between GPUs; or buffers
-    in the memory of the host and gloo, which is slower but needs no NCCL between trainers and engines. `auto`: `host`
-    where the two share GPUs, else `device`."""
+    """The path of the weights. `device`: the network between the devices themselves (NCCL between GPUs). `host`:
+    buffers in host memory and gloo, slower but without NCCL between trainers and engines. `auto`: `host` where the two
+    share GPUs, else `device`."""
     check_finite: bool = False
     """Refuse to publish a weight that is NaN or Inf; costs a pass over the weights for each version."""
     check_logprobs: bool = True
@@ -655,8 +655,8 @@ CRITIC_ALGORITHMS = ("ppo", "ppo_sequence")
 
 
 def decide_defaults(config: Config, given: Container[str]) -> None:
-    """Sets the keys whose defaults other keys decide, except those in `given` (dotted keys): what ppo.algorithm is
-    published with, a warm-up of no more than a tenth of the run, and how often a supervised run is saved."""
+    """Sets the keys whose defaults other keys decide, except those in `given` (dotted keys): the published settings of
+    ppo.algorithm, a warm-up of at most a tenth of the run, and the checkpoint interval of supervised runs."""
     defaults: dict[str, Any] = {"checkpoint.every": 200} if config.is_supervised else {}
     if config.ppo.algorithm in PUBLISHED:
         defaults |= PUBLISHED[config.ppo.algorithm].defaults

@@ -216,7 +216,7 @@ MEGATRON_OWNED = (
 """The fields of megatron-core's TransformerConfig that are not passed through."""
 
 RECOMPUTED = ("core_attn", "layernorm", "mlp", "moe")
-"""What recompute_modules may name: those of megatron-core's modules that the models here have."""
+"""Valid values in recompute_modules: the megatron-core modules that occur in the models here."""
 OFFLOADING = ("cpu_offloading", "fine_grained_activation_offloading")
 """Fields of TransformerConfig that move activations to the memory of the host."""
 SPECULATIVE = "speculative_config"

@@ -48,7 +48,7 @@ class Stopwatch:
 
 
 class BatchSchedule(Protocol):
-    """The part of Schedule that Batches needs: decides which groups train `version`, and is told how that went."""
+    """The part of Schedule that Batches needs: picks the groups that train `version` and records the outcome."""
 
     version: int
 
@@ -72,10 +72,10 @@ class Batches:
         probe: Probe | None = None,
         environment_of: Mapping[int, str] | None = None,
     ):
-        """`take` hands out the trajectories of a group of the schedule, `flops` is what one costs the trainers, `first`
-        the number of batches that the run has trained before, `dumps` the folder to keep every batch in, `probe` what
-        compares its version with the engines', and `environment_of` the name of each prompt's environment, by id, in a
-        run that has several."""
+        """`take` hands out the trajectories of a group of the schedule, `flops` is the trainers' cost of one, `first`
+        the number of batches trained before, `dumps` the folder to keep every batch in, `probe` the comparison of its
+        version with the engines', and `environment_of` the name of each prompt's environment, by id, in a run with
+        several."""
         self._config, self._schedule, self._take, self._flops = config, schedule, take, flops
         self._probe, self._environment_of = probe, environment_of or {}
         self.number = first

@@ -24,8 +24,8 @@ for wrong input. The life of a group, and who waits for what:
       ▼
     the engine samples from the new version: Schedule.committed
 
-`changed` (changed.py) is notified by whatever may end one of the waits for it: a group that finishes, a request that
-leaves an engine, a poll of an engine's counters, an engine that is lost, back or torn, Trained, and a commit.
+`changed` (changed.py) is notified by every event that may end a wait for it: a finished group, a request leaving an
+engine, a poll of an engine's counters, an engine lost, back or torn, Trained, and a commit.
 """
 
 from __future__ import annotations

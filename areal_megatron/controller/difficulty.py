@@ -21,7 +21,7 @@ class Measured(NamedTuple):
 
 
 class Difficulty:
-    """Pass rates of prompts: that of the group that finished last, or else that of the row."""
+    """Pass rates of prompts: the rate of the last finished group, or else the row's."""
 
     def __init__(self, rollout: RolloutConfig, measured: Mapping[int, Measured] | None = None):
         self._rollout = rollout
@@ -58,7 +58,7 @@ class SampledGroups:
     groups: int = 0
     solved_all: int = 0
     solved_none: int = 0
-    """Groups whose answers are all right, or all wrong; those that are not trained do not count."""
+    """Groups whose answers are all right, or all wrong; untrained groups do not count."""
     answers: int = 0
     right: int = 0
     filtered_tokens: int = 0

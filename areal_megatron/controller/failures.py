@@ -1,4 +1,4 @@
-"""Ends a run in which too many rewards fail: what is left of its batches would not be what the policy answers."""
+"""Ends a run in which too many rewards fail: the rest of its batches would misrepresent the policy's answers."""
 
 from __future__ import annotations
 

@@ -133,8 +133,8 @@ class Fleet:
         return True
 
     async def publish(self, message: Publish) -> Links | NotYet:
-        """Returns the links that are to carry the version, or NotYet while engines start; one that is published again
-        goes to those who lack it."""
+        """Returns the links that are to carry the version, or NotYet while engines start; a version published again
+        goes only to engines without it."""
         with contextlib.suppress(TimeoutError):
             await lateness.within(self._config.machine.ask_again_s, self._connected.wait())
         if not self._connected.is_set():
@@ -155,7 +155,7 @@ class Fleet:
         self._updates[message.engine].delivered(message)
 
     def cut(self, message: Sending) -> Links:
-        """Returns those of the links whose engine will never commit what is on its way."""
+        """Returns the links whose engine will never commit the version on its way."""
         return Links([link for link in message.links if self._updates[link.engine].is_cut(link.generation)])
 
     def bring_weights(self, publish_again: Callable[[], bool]) -> None:

@@ -182,8 +182,8 @@ class Generation:
             yield free[index]
 
     def _sharing(self) -> int:
-        """Returns how many engines share what is admitted: those that will take prompts soon. One that starts does at
-        the run's beginning; later it may take minutes, in which nobody waits for it."""
+        """Returns the number of engines that share the admitted groups: those that will take prompts soon. Starting
+        engines count only before the first update; later a start may take minutes, and nobody waits for it."""
         absent = {EngineState.TORN} | ({EngineState.STARTING} if self._schedule.version else set())
         present = [e for e in self._sampler.engines if not (e.gone or e.draining or e.unreached)]
         return sum(e.state not in absent for e in present)
@@ -195,8 +195,8 @@ class Generation:
         return self._schedule.admit(engine.index, epoch, prompt.id)
 
     def _draw(self) -> tuple[int, Prompt]:
-        """Returns (epoch, prompt) of the next prompt that fits; skips and counts those that do not. Raises RunError
-        if no prompt is left that fits."""
+        """Returns (epoch, prompt) of the next prompt that fits; skips and counts longer ones. Raises RunError if none
+        is left."""
         skipped = 0
         while True:
             if self._again:

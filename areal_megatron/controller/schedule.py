@@ -129,11 +129,12 @@ class Schedule:
         return batches_ahead <= self.engines[engine] + self.max_staleness and batches_ahead < self.updates
 
     def share(self, engines: int) -> int:
-        """Returns how many groups one of so many engines should run now: its part, rounded up, of the groups that would
-        run if all were admitted that the newest committed version admits.
+        """Returns how many groups each of n engines should run now: 1/n, rounded up, of the groups that would run if
+        everything the newest committed version admits were admitted.
 
-        Without that, the first engine to commit a version takes all that the version admits, as far as it has room, and
-        everybody waits for its answers. The parts are enough for all: while a group may begin, an engine has fewer.
+        Without this share, the first engine to commit a version takes every group that the version admits, as far as it
+        has room, and everybody waits for its answers. The parts are enough for all: while a group may begin, an engine
+        has fewer.
         """
         newest = self.version if self.newest is None else self.newest
         admitted = min(newest + self.max_staleness + 1, self.updates) * self.groups_per_batch
@@ -221,7 +222,7 @@ class Schedule:
         return self.awaited()[0]
 
     def awaited(self) -> tuple[int, set[int]]:
-        """Returns that number, and of which groups so many must finish, or leave N_r, before a batch forms."""
+        """Returns how many groups a batch still waits for to finish or leave N_r, and the candidates."""
         if self.training or len(self.finished) < self.groups_per_batch:
             return 0, set()
         late = self.late_without(self._oldest_finished())

@@ -160,7 +160,7 @@ class _Words:
 
 @dataclass(frozen=True)
 class _Frame:
-    """The words that most prompts of a file begin with, and those that most of them end with, as hashes."""
+    """The words that most prompts of a file begin and end with, as hashes."""
 
     beginning: np.ndarray
     ending: np.ndarray

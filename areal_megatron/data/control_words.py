@@ -22,7 +22,7 @@ _CHARACTERS = range(0x100000, 0x10FFFE)
 
 
 def tags(words: Iterable[str]) -> set[str]:
-    """Returns those of the words that come in pairs, `<name>` and `</name>`, with which models structure answers."""
+    """Returns the words that come in pairs, `<name>` and `</name>`, as models use them to structure answers."""
     found = {word for word in words if _TAG.fullmatch(word)}
     return {word for word in found if {f"<{(name := _TAG.fullmatch(word)[1])}>", f"</{name}>"} <= found}
 

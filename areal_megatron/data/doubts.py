@@ -1,4 +1,4 @@
-"""Rows that a run takes and can hardly learn from: repeated ones, those that contradict others, and empty phrases."""
+"""Rows that a run accepts but can hardly learn from: repetitions, contradictions and empty phrases."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _AROUND = re.compile(r"\\(?:boxed|fbox|text|mathrm|textbf)\b|[{}$\\]|^\W*answer\
 
 
 def doubts(config: Config, key: str, prompts: Sequence[Prompt]) -> list[str]:
-    """Returns a line for each kind of doubtful rows of data.train or data.eval (`key`): prompts that are asked again,
-    that have several right answers, or that say nothing, and answers that say nothing (of the reward `math`; other
-    functions may take any). Raises ConfigError if no answer at all says anything."""
+    """Returns a line for each kind of doubtful rows of data.train or data.eval (`key`): repeated prompts, prompts with
+    several right answers, empty prompts, and empty answers (for the reward `math`; other functions may take any).
+    Raises ConfigError if every answer is empty."""
     first: dict[tuple[int, str], Prompt] = {}
     again, against = [], []
     for prompt in prompts:
@@ -57,8 +57,8 @@ def doubts(config: Config, key: str, prompts: Sequence[Prompt]) -> list[str]:
 
 
 def doubts_about_items(key: str, items: Sequence[Example] | Sequence[Pair]) -> list[str]:
-    """Returns a line for each kind of doubtful rows of a supervised run: those that are there again, and pairs that
-    prefer what another pair rejects."""
+    """Returns a line for each kind of doubtful rows of a supervised run: repeated rows, and pairs that prefer an answer
+    which another pair rejects."""
     first: dict[Any, Example | Pair] = {}
     again, against = [], []
     for item in items:

@@ -1,4 +1,4 @@
-"""Which rows a run draws, in which order, and what answers to them come from, as its checkpoints keep it. No torch.
+"""The rows that a run draws, their order, and the origin of their answers, as its checkpoints keep them. No torch.
 
 A resumed run trains what was sampled before with what is sampled now, as one. So it goes on only where nothing of this
 has changed; a new run from the checkpoint of another may change it all, and begins its epochs anew.
@@ -75,8 +75,8 @@ class Drawing(msgspec.Struct, kw_only=True):
     """File → digest of the code behind functions of the user. It may change."""
 
     def difference(self, now: Drawing, members: Sequence[Member]) -> str:
-        """Returns the first thing in which a checkpoint with this differs from a run with `now`, whose rows are
-        `members`, as `KEY: what`; empty if there is none. What one of them does not know is not compared."""
+        """Returns the first difference between a checkpoint with this and a run with `now` and the rows `members`, as
+        `KEY: difference`; empty if there is none. Values unknown to either are not compared."""
         if self.seed != now.seed:
             return f"seed: {now.seed}, but the checkpoint was made with {self.seed}, which orders the rows"
         if problem := self._other_environments(now):  # which also decides what of a row counts

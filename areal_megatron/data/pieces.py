@@ -12,7 +12,7 @@ MOST_TORN = 8
 
 def pieces(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[tuple[int, str]]:
     """Returns the text in pieces of (number of tokens, their text): one token, or several that only together are whole
-    characters; of bytes that are none, as many as MOST_TORN."""
+    characters; up to MOST_TORN tokens if their bytes are none."""
     found, begin, done, held = [], 0, 0, 0
     for end in range(1, len(tokens) + 1):
         text = tokenizer.decode(tokens[begin:end], special=True)

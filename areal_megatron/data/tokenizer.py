@@ -2,8 +2,8 @@
 
 Imports no torch: the controller, the reward workers and the check of a config on a login node all tokenize.
 
-What a folder's files say that has no place in a run is not applied: truncation, padding and dropout, which a tokenizer
-keeps from a call before it was saved. Texts from outside are text, whatever they say (`control_words`).
+Settings with no place in a run are not applied: truncation, padding and dropout, left in a tokenizer's file by a call
+before it was saved. Texts from outside are text, whatever they say (`control_words`).
 """
 
 from __future__ import annotations
@@ -174,8 +174,8 @@ class Tokenizer:
 
     @property
     def digests(self) -> tuple[str, str]:
-        """Digests of the tokenizer, with the tokens that end answers, and of the chat template, with the special tokens
-        that it may write: equal in all folders that make the same tokens of the same text."""
+        """Digests of the tokenizer with its end tokens, and of the chat template with the special tokens that it may
+        write. They are equal in all folders that make the same tokens of the same text."""
         described = self._json("tokenizer.json") | {"truncation": None, "padding": None}
         described["model"] = described["model"] | {"dropout": None}
         described["added_tokens"] = sorted(
@@ -211,8 +211,8 @@ class Tokenizer:
         )
 
     def conversation(self, messages: Chat, tools: Sequence[Any] | None = None) -> list[int]:
-        """Returns the token ids of a conversation, up to where the model starts its answer. What the messages say is
-        text, as in `prompts`; but tags that structure answers are tokens in those of the assistant.
+        """Returns the token ids of a conversation, up to where the model starts its answer. The contents of the
+        messages are text, as in `prompts`; but in the assistant's, tags that structure answers are tokens.
 
         Without a chat template the contents of the messages are concatenated. Raises ConfigError if the template
         refuses the messages.
@@ -295,7 +295,7 @@ class Tokenizer:
 
     @cached_property
     def _marks(self) -> set[str]:
-        """The words that only a template writes: those around messages, and those that begin and end texts."""
+        """The words that only a template writes, around messages and at the beginning and end of texts."""
         named = {text for text in self._special.values() if text in self._words}
         written = set()
         if self._template:

@@ -123,8 +123,8 @@ def cpu_bytes(config: Config, hf_config: Mapping[str, Any], memory: int) -> int:
 
 
 def _together(d: Dimensions) -> int:
-    """Returns how many layers share a block of vLLM's: all that are alike, or where there are two kinds, as many as
-    those of the smaller kind, but those of the larger if that is hardly more."""
+    """Returns the number of layers per vLLM block: all layers if they are alike; with two kinds, the size of the
+    smaller kind, or of the larger if it has less than 1.5 times as many."""
     fewer, more = sorted((d.full_layers, d.linear_layers or d.full_layers))
     return more if more < 1.5 * fewer else fewer
 

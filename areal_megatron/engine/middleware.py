@@ -1,8 +1,8 @@
-"""POST /commit, which an engine adds to vLLM's server, and what it answers while it has no weights.
+"""POST /commit, which an engine adds to vLLM's server, and its answers while it has no weights.
 
-A commit makes an engine's staged weights live under one short pause. By vLLM's own routes that would take three
-requests, of which /pause sleeps for 20 ms even if the engine is paused already (vLLM 0.32, async_llm.py), and nothing
-is generated in all that time.
+A commit makes an engine's staged weights live under one short pause. With vLLM's own routes it would take three
+requests, and /pause sleeps for 20 ms even if the engine is paused already (vLLM 0.32, async_llm.py). Nothing is
+generated in all that time.
 
 An engine that begins without weights (rollout.first_weights) holds random ones until its first commit. Nobody is to
 take what they sample for an answer.

@@ -29,8 +29,8 @@ def register() -> None:
 def _keep_linear_weights() -> None:
     """Makes CPU linear layers compute from `weight` itself.
 
-    vLLM would move it into a packed copy and leave an empty parameter, into which nothing can be received. Weights that
-    are no matrices, such as those of convolutions, keep the form that their kernels ask for.
+    vLLM would move it into a packed copy and leave an empty parameter, into which nothing can be received. Weights
+    other than matrices, such as a convolution's, keep the form that their kernels require.
     """
     import torch
     from vllm.model_executor.layers import utils

@@ -31,7 +31,7 @@ def parse(parser: argparse.ArgumentParser, command: Sequence[str]) -> argparse.N
     """Returns what vLLM's parser reads from a command line of ours, which may end with `server.passed_through`.
 
     `parser` is the one that knows vLLM's options. Raises ConfigError, which names the key, for an option that it
-    refuses, and for one with which another that is not the config's to set would change.
+    refuses, and for one that would change an option which the config may not set.
     """
     command, given = list(command), {}
     if server.PASSED_THROUGH in command:

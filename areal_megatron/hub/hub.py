@@ -105,12 +105,14 @@ class HubData:
 def model_folder(
     text: str, key: str, weights: bool = True, before: str = "", check: Callable[[str], None] | None = None
 ) -> str:
-    """Returns the folder of a model: `text` itself if it is one, else that of the hub's model OWNER/NAME[@REVISION].
+    """Returns the folder of a model: `text` itself if it is one, else the cached folder of the hub's model
+    OWNER/NAME[@REVISION].
 
-    What is not in the cache is fetched, with a line on stderr now and then; without `weights` only the description and
-    the tokenizer. `before`: the folder that a run which is to be resumed has; it goes on with that revision. What names
-    neither a folder nor a model of the hub is returned as it is. `check` sees the folder with the description and the
-    tokenizer of a model of the hub before its weights are fetched. Raises ConfigError that begins with `key`.
+    Files missing from the cache are downloaded, with a line on stderr now and then; without `weights` only the
+    description and the tokenizer. `before`: the folder used so far by a run to be resumed; it goes on with that
+    revision. Text that names neither a folder nor a model of the hub is returned as it is. `check` sees the folder with
+    the description and the tokenizer of a model of the hub before its weights are fetched. Raises ConfigError that
+    begins with `key`.
     """
     if Path(text).exists():
         return text
@@ -147,8 +149,8 @@ def has_weights(folder: str) -> bool:
 def pin(repo: HubRepo, key: str, before: Mapping[str, str]) -> HubRepo:
     """Returns the repository at the commit that its revision means now.
 
-    `before`: name → commit of what a run that is resumed has read; without a revision that one is meant. Raises
-    ConfigError if there is none, and if a branch or tag has moved since.
+    `before`: name → commit that a resumed run has read so far, the default without a revision. Raises ConfigError if
+    there is none, and if a branch or tag has moved since.
     """
     from areal_megatron.hub import hub_client
 
@@ -335,7 +337,8 @@ def matches(file: str, pattern: str) -> bool:
 
 
 def _by_name(files: Sequence[str]) -> dict[str, list[str]]:
-    """Returns split → files, by what their names and folders say; those that say nothing are only taken if all do."""
+    """Returns split → files, by file and folder names; files without a split in their names are used only if no file
+    has one."""
     named: dict[str, list[str]] = {}
     for file in files:
         named.setdefault(_keyword(file), []).append(file)

@@ -259,8 +259,8 @@ def _heads(hf_config: Mapping[str, Any], name: str, family: Family, size: _Sizes
 
 
 def _check_class(hf_config: Mapping[str, Any], name: str, family: Family) -> None:
-    """Raises ConfigError where transformers, which goes by model_type, or engines, which go by layer_types, would build
-    another model than that of the class."""
+    """Raises ConfigError where transformers (by model_type) or engines (by layer_types) would build a model other than
+    the class."""
     own = _CLASS_OF_MODEL_TYPE.get(kind) if isinstance(kind := hf_config.get("model_type"), str) else None
     if own not in (None, name):
         raise ConfigError(f"model.path: config.json has model_type={shown(kind)} and the class {name}, of two models")

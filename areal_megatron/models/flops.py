@@ -42,9 +42,9 @@ class SequenceFlops:
         """Returns float64 [n], the FLOPs of n sequences of int [n] tokens, `trained` of them trained, under causal
         attention.
 
-        They also attend to `before` tokens, int [n], that have been computed already: where answers share a prompt,
-        that is all of it but its last token, of which each answer begins with a copy. So a bundle of k answers of a
-        tokens, all trained, to a prompt of p costs `flops(p - 1, 0) + k * flops(1 + a, a, p - 1)`.
+        They also attend to `before` tokens, int [n], computed already: where answers share a prompt, all of it but its
+        last token, since each answer begins with a copy of that one. So a bundle of k answers of a tokens, all trained,
+        to a prompt of p costs `flops(p - 1, 0) + k * flops(1 + a, a, p - 1)`.
         """
         tokens = np.asarray(tokens, dtype=np.float64)
         pairs = tokens * before + tokens * (tokens + 1) / 2
@@ -64,9 +64,9 @@ def _inner(hf_config: Mapping[str, Any], sizes: Dimensions) -> int:
 
 
 def recomputed_flops(hf_config: Mapping[str, Any], tokens: int) -> dict[str, float]:
-    """Returns the FLOPs that recomputing a layer adds for a sequence of that length, by what is recomputed
-    (trainer.recompute, or a module that megatron-core recomputes); where layers differ, the mean. Raises ConfigError if
-    the model has no table, as `architecture` does."""
+    """Returns the FLOPs that recomputing a layer adds for a sequence of `tokens` tokens, by kind of recomputation (a
+    value of trainer.recompute, or a megatron-core module); where layers differ, the mean. Raises ConfigError if the
+    model has no table, as `architecture` does."""
     sizes, whole = architecture(hf_config).dimensions, SequenceFlops.of(hf_config)
     gate_and_up = 2 * sizes.hidden * _inner(hf_config, sizes) / sizes.layers
     feed_forward = 1.5 * gate_and_up + sizes.hidden * sizes.experts

@@ -28,13 +28,13 @@ class Layers(enum.Enum):
 
     ALL = "layers"
     DENSE = "dense_layers"
-    """Those with a dense MLP: in a model with experts the first ones, if any."""
+    """Layers with a dense MLP: in a model with experts the first ones, if any."""
     SPARSE = "sparse_layers"
-    """Those with experts."""
+    """Layers with experts."""
     FULL = "full_layers"
-    """Those with attention, which are all but those of LINEAR."""
+    """Layers with attention: all but the LINEAR ones."""
     LINEAR = "linear_layers"
-    """Those with linear attention, a gated delta net."""
+    """Layers with linear attention, a gated delta net."""
 
 
 @dataclass(frozen=True)
@@ -226,8 +226,8 @@ class Family:
     refused: tuple[str, ...] = ()
     """Flags of config.json that add parameters this table does not have."""
     fixed: dict[str, Any] = field(default_factory=dict)
-    """Keys of config.json that choose between computations → the one value that is computed, which is also what a
-    config.json without the key means."""
+    """Keys of config.json that choose between computations → the only supported value, also the default of an absent
+    key."""
     own_head_dim: bool = True
     """Whether engines read in config.json how wide a head is; if not, it is the hidden size over the heads."""
     reward_models: bool = True

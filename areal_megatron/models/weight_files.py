@@ -1,4 +1,4 @@
-"""Which files of a model folder hold the weights: those that transformers reads, and engines if they read others."""
+"""The files of a model folder that hold the weights, as transformers reads them, and as engines do if they differ."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def weight_map(folder: Path) -> dict[str, str]:
 
 
 def check_weight_files(folder: Path, engines_read: bool) -> None:
-    """Raises OSError, and ValueError, which says what to do, unless the folder has weights that trainers can read and,
-    with `engines_read`, engines read the same.
+    """Raises OSError, and ValueError with the remedy, unless trainers can read the folder's weights and, with
+    `engines_read`, engines read the same.
 
-    vLLM reads the files that an index names, all of which must be there, whatever SINGLE is; without an index it reads
-    all files of safetensors.
+    vLLM reads the files that an index names, and all must exist, whatever SINGLE is; without an index it reads all
+    safetensors files.
     """
     file_of = weight_map(folder)
     if os.path.lexists(folder / ADAPTER):
