@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import logging
 import shutil
 import signal
@@ -72,12 +73,10 @@ from areal_megatron.reward.workers import RewardWorkers, default_count
 from areal_megatron.run import descriptors
 from areal_megatron.run.arguments import Parser
 from areal_megatron.run.folder import Run, RunError, engine_name
-from areal_megatron.workflows import single_turn
 from areal_megatron.workflows.episode import EpisodeSpec
 from areal_megatron.workflows.runner import runner_of
 from areal_megatron.workflows.sampling import Decoding, Sampling, sampling_seed
 from areal_megatron.workflows.scoring import Scorer
-from areal_megatron.workflows.transcript import Transcript
 from areal_megatron.workflows.workflow import check_workflow
 
 _PROGRESS_S = 5.0
@@ -208,7 +207,7 @@ class OfflineEvaluation:
                     for task in background:
                         task.cancel()
         finally:
-            await asyncio.gather(*(own.episodes.close() for own in environments if own.episodes))
+            await asyncio.gather(*(own.runner.close() for own in environments))
             await asyncio.gather(*(pool.close() for pool in workers))
         self._tell_rewards(workers, log_file)
 
@@ -240,22 +239,22 @@ class OfflineEvaluation:
     ) -> Sampled | None:
         """Returns the answer with its score; None if its reward failed."""
         seed = sampling_seed(self.config.seed, "eval", prompt.id) + sample
-        async with running:
-            engine.occupy(1)
-            try:
-                stop_tokens, rollout = self.tokenizer.stop_tokens, environment.config.rollout
-                sampling = Sampling(engine.client, rollout, stop_tokens, cache_salt=None, decoding=self.decoding)
-                spec = EpisodeSpec(prompt, 0, f"item-{prompt.id}-{sample}", seed, "eval")
-                if environment.episodes:
-                    (ended,) = await environment.episodes.sample(sampling, spec, 1)
-                    context, score = ended.context, ended.score
-                else:
-                    (answer,) = await single_turn.sample(sampling, prompt, 1, spec.request_id, seed)
-                    context, score = Transcript(prompt.tokens, 0).with_answer(answer, truncated=False), None
-            finally:
-                engine.release(1)
-        if score is None:
-            (score,) = await environment.scorer.score(prompt, [answer])
+        spec = EpisodeSpec(prompt, 0, f"item-{prompt.id}-{sample}", seed, "eval")
+        await running.acquire()
+        engine.occupy(1)
+        with contextlib.ExitStack() as slot:
+            slot.callback(running.release)
+            slot.callback(engine.release, 1)
+            sampling = Sampling(
+                engine.client,
+                environment.config.rollout,
+                self.tokenizer.stop_tokens,
+                cache_salt=None,
+                decoding=self.decoding,
+                sampled=lambda _: slot.close(),
+            )
+            (ended,) = await environment.runner.sample(sampling, spec, 1)
+        context, score = ended.context, ended.score
         if score.failed:
             return None
         return Sampled(

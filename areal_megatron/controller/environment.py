@@ -12,6 +12,7 @@ from areal_megatron.reward.workers import RewardWorkers
 from areal_megatron.run.folder import Run
 from areal_megatron.workflows.runner import EpisodeRunner, runner_of
 from areal_megatron.workflows.scoring import Scorer
+from areal_megatron.workflows.single_turn import SingleTurn
 
 
 @dataclass(frozen=True)
@@ -21,8 +22,8 @@ class Environment:
     config: Config
     """The run's, as a run with this environment alone has it."""
     scorer: Scorer
-    episodes: EpisodeRunner | None = None
-    """Runs its workflow; None for single_turn."""
+    runner: SingleTurn | EpisodeRunner
+    """Runs its workflow."""
 
     def fits(self, tokens: int) -> bool:
         """Whether a prompt of so many tokens is short enough."""
@@ -52,8 +53,7 @@ class Environments:
 
     async def close(self) -> None:
         for environment in self.all:
-            if environment.episodes:
-                await environment.episodes.close()
+            await environment.runner.close()
         await asyncio.gather(*(workers.close() for workers in self._workers))
 
     @property
@@ -76,7 +76,7 @@ class Environments:
         counted = Counter(reward_failures=self.failures, answers_refused=self.refused)
         counted["reward_retries"] = sum(workers.retries for workers in self._workers)
         for environment in self.all:
-            for name, count in (environment.episodes.account() if environment.episodes else {}).items():
+            for name, count in environment.runner.account().items():
                 counted[name] += count
         worked_s = max(workers.take_worked() for workers in self._workers)
         return dict(counted) | {"reward_busy_share": min(1.0, worked_s / elapsed)}

@@ -28,8 +28,8 @@ from areal_megatron.observe.estimates import figures
 from areal_megatron.observe.shown_answers import SHOWN, AnswersWriter, ShownAnswer, evenly
 from areal_megatron.observe.status import EngineState
 from areal_megatron.workflows.episode import EpisodeSpec
-from areal_megatron.workflows.runner import ScoredTranscript
 from areal_megatron.workflows.sampling import sampling_seed
+from areal_megatron.workflows.scoring import ScoredTranscript
 
 log = logging.getLogger(__name__)
 
@@ -148,8 +148,6 @@ class Evaluation:
         sampled = await self._sampler.sample(engine, spec, request.n)
         if sampled is None:
             queue.appendleft(request)
-        elif self._sampler.of(prompt).episodes is None:
-            sampled = await self._sampler.scored(prompt, sampled)
         if sampled and request.first == 0 and prompt.id in self._first:
             self._first[prompt.id] = sampled[0]
         answers += (_answer(prompt, ended) for ended in sampled or () if not ended.score.failed)

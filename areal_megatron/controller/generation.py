@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -29,9 +28,9 @@ from areal_megatron.observe.status import EngineState
 from areal_megatron.process.lateness import within
 from areal_megatron.run.folder import RunError
 from areal_megatron.workflows.episode import EpisodeSpec
-from areal_megatron.workflows.runner import ScoredTranscript
-from areal_megatron.workflows.sampling import INTERRUPTED, sampling_seed
-from areal_megatron.workflows.scoring import Score
+from areal_megatron.workflows.sampling import sampling_seed
+from areal_megatron.workflows.scoring import Score, ScoredTranscript
+from areal_megatron.workflows.single_turn import AnswersInterrupted
 
 log = logging.getLogger(__name__)
 _INTERRUPT_S = 10.0
@@ -216,15 +215,11 @@ class Generation:
                     "(rollout.draw_max_pass_rate) or too long"
                 )
 
-    def _runs_episodes(self, prompt: Prompt) -> bool:
-        """Whether its answers come from episodes; only those of a single turn can be resumed."""
-        return self._sampler.of(prompt).episodes is not None
-
     def _is_resumable(self, group: Group, kept: Mapping[int, InterruptedGroup]) -> bool:
-        """Whether the interrupted group has answers, as many as groups have now, that are of a single turn."""
+        """Whether the interrupted group has answers, as many as groups have now, that its workflow can continue."""
         answers = kept[group.number].answers if group.number in kept else []
-        of_one_turn = not self._runs_episodes(self._by_id[group.prompt_id])
-        return len(answers) == self._config.rollout.group_size and of_one_turn
+        resumes = self._sampler.of(self._by_id[group.prompt_id]).runner.resumes
+        return len(answers) == self._config.rollout.group_size and resumes
 
     def _reason_to_skip(self, prompt: Prompt) -> str:
         fits = self._sampler.of(prompt).fits(len(prompt.tokens))
@@ -239,20 +234,14 @@ class Generation:
         later = [sum(len(answer.tokens) for answer in interrupted)] if interrupted else []
         seed = sampling_seed(self._config.seed, "train", group.epoch, prompt.id, *later)
         spec = EpisodeSpec(prompt, group.admission_version, f"group-{group.number}", seed, "train")
-        start = time.time_ns()
-        sampled = await self._sampler.sample(engine, spec, n, interrupted, lambda: self._interrupting)
+        try:
+            sampled = await self._sampler.sample(engine, spec, n, interrupted, lambda: self._interrupting)
+        except AnswersInterrupted as e:
+            tokens = np.array(prompt.tokens, np.int32)
+            self._interrupted[group.number] = InterruptedGroup(prompt=tokens, answers=e.answers)
+            return
         if sampled is None:  # admitted again, elsewhere or by the next incarnation
             return
-        tokens = sum(len(one.tokens) for one in sampled)
-        engine.timeline.event("generate", start, time.time_ns(), prompt=prompt.id, answers=n, tokens=tokens)
-        if not self._runs_episodes(prompt):
-            if any(answer.finish_reason == INTERRUPTED for answer in sampled):
-                self._interrupted[group.number] = InterruptedGroup(
-                    prompt=np.array(prompt.tokens, np.int32), answers=sampled
-                )
-                return
-            with self._sampler.timeline.span("reward", prompt=prompt.id):
-                sampled = await self._sampler.scored(prompt, sampled)
         sampled = await self._sampler.with_terms(prompt, sampled)
         self._failed_answers.add(ended.score.failure for ended in sampled)
         known = [ended.score for ended in sampled if not ended.score.failed]

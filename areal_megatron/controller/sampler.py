@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -10,11 +11,9 @@ from areal_megatron.controller.environment import Environment
 from areal_megatron.data.prompts import Prompt
 from areal_megatron.engine.client import Completion, EngineClient, EngineError
 from areal_megatron.observe.timeline import Timeline
-from areal_megatron.workflows import single_turn
 from areal_megatron.workflows.episode import EpisodeSpec
-from areal_megatron.workflows.runner import ScoredTranscript
 from areal_megatron.workflows.sampling import Decoding, Sampling, cache_salt
-from areal_megatron.workflows.transcript import Transcript
+from areal_megatron.workflows.scoring import ScoredTranscript
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,39 +41,42 @@ class Sampler:
         n: int = 1,
         interrupted: Sequence[Completion] = (),
         may_interrupt: Callable[[], bool] = lambda: False,
-    ) -> list[Completion] | list[ScoredTranscript] | None:
-        """Returns n answers, which are still to be scored, or n scored episodes of its workflow; None if the
-        engine was lost meanwhile, or if the episodes were interrupted.
+    ) -> list[ScoredTranscript] | None:
+        """Returns n scored trajectories; None if the engine was lost meanwhile, or if episodes were interrupted.
 
-        Releases the n trajectories for which the caller has occupied the engine. Answers that are `interrupted` are
-        resumed. Raises EngineError if a request fails for the last time.
+        Releases the trajectories for which the caller has occupied the engine. Answers that are `interrupted` are
+        resumed. Raises EngineError if a request fails for the last time, and AnswersInterrupted.
         """
-        client = engine.client
-        environment = self.of(spec.prompt)
+        client, prompt, trained = engine.client, spec.prompt, spec.purpose == "train"
+        environment = self.of(prompt)
         rollout, decoding = environment.config.rollout, None
         salt = cache_salt(rollout, engine.version)
-        if spec.purpose == "eval":
+        if not trained:
             rollout, decoding = replace(rollout, replay_routes=False), self.evaluation
-        sampling = Sampling(client, rollout, self.stop_tokens, salt, may_interrupt, decoding)
+        start, end = time.time_ns(), 0
+
+        def sampled(tokens: int) -> None:
+            nonlocal end
+            end = time.time_ns()
+            engine.release(n)
+            if trained:
+                engine.timeline.event("generate", start, end, prompt=prompt.id, answers=n, tokens=tokens)
+
+        sampling = Sampling(client, rollout, self.stop_tokens, salt, may_interrupt, decoding, sampled)
         try:
-            if environment.episodes is not None:
-                return await environment.episodes.sample(sampling, spec, n)
-            return await single_turn.sample(sampling, spec.prompt, n, spec.request_id, spec.seed, interrupted)
+            ended = await environment.runner.sample(sampling, spec, n, interrupted)
+            if end and trained:
+                self.timeline.event("reward", end, time.time_ns(), prompt=prompt.id)
+            elif not end and ended is not None:
+                sampled(sum(len(one.tokens) for one in ended))
+            return ended
         except EngineError as e:
             if await self.is_lost(engine, client, e):
                 return None
             raise
         finally:
-            engine.release(n)
-
-    async def scored(self, prompt: Prompt, answers: Sequence[Completion]) -> list[ScoredTranscript]:
-        """Scores answers of a single turn."""
-        scores = await self.of(prompt).scorer.score(prompt, answers)
-        transcript = Transcript(prompt.tokens, 0)
-        return [
-            ScoredTranscript(transcript.with_answer(answer, score.truncated), score)
-            for answer, score in zip(answers, scores, strict=True)
-        ]
+            if not end:
+                engine.release(n)
 
     async def with_terms(self, prompt: Prompt, group: Sequence[ScoredTranscript]) -> list[ScoredTranscript]:
         """Returns the trajectories of a group with the terms of reward.group_function in their rewards."""

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import reprlib
-from dataclasses import dataclass, replace
-
-import numpy as np
+from collections.abc import Sequence
+from dataclasses import replace
 
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.data.prompts import Prompt
 from areal_megatron.data.tokenizer import Tokenizer
-from areal_megatron.engine.client import EngineError
+from areal_megatron.engine.client import Completion, EngineError
 from areal_megatron.process.errors import printable, worth_a_line
 from areal_megatron.process.lateness import pauses
 from areal_megatron.reward.function import checked, is_score
@@ -21,24 +20,11 @@ from areal_megatron.run.folder import RunError
 from areal_megatron.workflows.episode import Episode, EpisodeOver, EpisodeSpec, Interrupted, RunResources
 from areal_megatron.workflows.openai_endpoint import OpenAIEndpoint
 from areal_megatron.workflows.sampling import Sampling
-from areal_megatron.workflows.scoring import Score, Scorer
-from areal_megatron.workflows.transcript import Transcript
+from areal_megatron.workflows.scoring import ScoredTranscript, Scorer
+from areal_megatron.workflows.single_turn import SingleTurn
 from areal_megatron.workflows.workflow import KEY, Workflow, load_workflow
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class ScoredTranscript:
-    """The transcript of a whole trajectory, with at least one token after the prompt, and its score."""
-
-    context: Transcript
-    score: Score
-
-    @property
-    def tokens(self) -> np.ndarray:
-        """int32 [R]"""
-        return self.context.tokens
 
 
 class EpisodeRunner:
@@ -54,6 +40,9 @@ class EpisodeRunner:
             print(trajectory.tokens, trajectory.score.reward)
         await runner.close()
     """
+
+    resumes = False
+    """Whether answers that were interrupted can be continued."""
 
     def __init__(self, config: Config, workflow: Workflow, tokenizer: Tokenizer, scorer: Scorer):
         self._config, self._workflow, self._scorer, self._tokenizer = config, workflow, scorer, tokenizer
@@ -77,8 +66,11 @@ class EpisodeRunner:
     async def close(self) -> None:
         await self._endpoint.close()
 
-    async def sample(self, sampling: Sampling, spec: EpisodeSpec, n: int) -> list[ScoredTranscript] | None:
-        """Returns n trajectories, the k-th of an episode with seed + k; None if they were interrupted.
+    async def sample(
+        self, sampling: Sampling, spec: EpisodeSpec, n: int, interrupted: Sequence[Completion] = ()
+    ) -> list[ScoredTranscript] | None:
+        """Returns n trajectories, the k-th of an episode with seed + k; None if they were interrupted. There are no
+        answers that were `interrupted`: episodes begin again.
 
         Raises EngineError if a request fails for the last time, ConfigError if no episode at all gets an answer, and
         what RewardWorkers.judge raises.
@@ -172,13 +164,10 @@ class EpisodeRunner:
             )
 
 
-def runner_of(config: Config, tokenizer: Tokenizer, scorer: Scorer) -> EpisodeRunner | None:
-    """Returns a runner of the config's workflow; None for `single_turn`, which samples whole groups and no episodes.
-
-    Raises ConfigError.
-    """
+def runner_of(config: Config, tokenizer: Tokenizer, scorer: Scorer) -> SingleTurn | EpisodeRunner:
+    """Returns what runs the config's workflow. Raises ConfigError."""
     workflow = load_workflow(config.rollout)
-    return workflow and EpisodeRunner(config, workflow, tokenizer, scorer)
+    return EpisodeRunner(config, workflow, tokenizer, scorer) if workflow else SingleTurn(scorer)
 
 
 async def _without_exit(running) -> float | None:

@@ -47,6 +47,9 @@ class Sampling:
     """Returns whether requests are being aborted. If not, an aborted request has failed."""
     decoding: Decoding | None = None
     """None: that of training, from the whole distribution at rollout.temperature."""
+    sampled: Callable[[int], None] = lambda tokens: None
+    """Called with the number of sampled tokens as soon as the engine has nothing more to do for these trajectories, if
+    that is before they are scored."""
 
 
 @dataclass(frozen=True)

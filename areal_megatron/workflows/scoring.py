@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from areal_megatron.config import RewardConfig
 from areal_megatron.data.prompts import Prompt
 from areal_megatron.engine.client import Completion
@@ -40,6 +42,19 @@ class Score:
     def failed_by(self, problem: str) -> Score:
         """Returns this score as that of an answer whose reward is unknown."""
         return replace(self, correct=False, trained=False, failure=problem)
+
+
+@dataclass(frozen=True)
+class ScoredTranscript:
+    """The transcript of a whole trajectory, with at least one token after the prompt, and its score."""
+
+    context: Transcript
+    score: Score
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """int32 [R]"""
+        return self.context.tokens
 
 
 class Scorer:

@@ -1,4 +1,4 @@
-"""The single-turn workflow: one prompt, n independent answers."""
+"""The single-turn workflow: one prompt, n independent answers, all of them one request."""
 
 from __future__ import annotations
 
@@ -9,7 +9,60 @@ import numpy as np
 
 from areal_megatron.data.prompts import Prompt
 from areal_megatron.engine.client import Completion
+from areal_megatron.workflows.episode import EpisodeSpec
 from areal_megatron.workflows.sampling import INTERRUPTED, GenerationRequest, Sampling, generate
+from areal_megatron.workflows.scoring import ScoredTranscript, Scorer
+from areal_megatron.workflows.transcript import Transcript
+
+
+class AnswersInterrupted(Exception):
+    """Some of a group's answers were interrupted; `answers` are all of the group, to be resumed by another call."""
+
+    def __init__(self, answers: list[Completion]):
+        super().__init__("the answers were interrupted")
+        self.answers = answers
+
+
+class SingleTurn:
+    """Runs the single-turn workflow, as EpisodeRunner runs the others.
+
+    Example:
+
+        sampling = Sampling(engine_client, config.rollout, tokenizer.stop_tokens, cache_salt=None)
+        spec = EpisodeSpec(prompt, version=0, request_id="group-0", seed=1, purpose="train")
+        for trajectory in await SingleTurn(scorer).sample(sampling, spec, n=8):
+            print(trajectory.tokens, trajectory.score.reward)
+    """
+
+    resumes = True
+    """Whether answers that were interrupted can be continued."""
+
+    def __init__(self, scorer: Scorer):
+        self._scorer = scorer
+
+    def account(self) -> dict[str, int]:
+        """Returns no metrics: there are none of this workflow alone."""
+        return {}
+
+    async def close(self) -> None: ...
+
+    async def sample(
+        self, sampling: Sampling, spec: EpisodeSpec, n: int, interrupted: Sequence[Completion] = ()
+    ) -> list[ScoredTranscript]:
+        """Returns n trajectories, the k-th sampled with seed + k. Those that are `interrupted` are resumed.
+
+        Raises AnswersInterrupted, EngineError if a request fails for the last time, and what Scorer.score raises.
+        """
+        answers = await sample(sampling, spec.prompt, n, spec.request_id, spec.seed, interrupted)
+        sampling.sampled(sum(len(answer.tokens) for answer in answers))
+        if any(answer.finish_reason == INTERRUPTED for answer in answers):
+            raise AnswersInterrupted(answers)
+        scores = await self._scorer.score(spec.prompt, answers)
+        transcript = Transcript(spec.prompt.tokens, 0)
+        return [
+            ScoredTranscript(transcript.with_answer(answer, score.truncated), score)
+            for answer, score in zip(answers, scores, strict=True)
+        ]
 
 
 async def sample(

@@ -18,6 +18,7 @@ from areal_megatron.data.check import _check_pass_rates
 from areal_megatron.data.prompts import Prompt
 from areal_megatron.run.folder import RunError
 from areal_megatron.workflows.scoring import Score, Scorer
+from areal_megatron.workflows.single_turn import SingleTurn
 
 
 def scores(*found):
@@ -156,7 +157,7 @@ def generation(asked, prompts):
         engines=[],
         is_lost=None,
         stop_tokens=[],
-        environments=[Environment(asked, scorer=None)],
+        environments=[Environment(asked, scorer=None, runner=SingleTurn(None))],
         timeline=None,
         evaluation=None,
     )

@@ -26,6 +26,7 @@ from areal_megatron.run.folder import Run
 from areal_megatron.workflows import sampling
 from areal_megatron.workflows.sampling import Decoding, sampling_seed
 from areal_megatron.workflows.scoring import Score
+from areal_megatron.workflows.single_turn import SingleTurn
 
 PROMPTS = [
     Prompt(id=number, text="", answer="", tokens=[number], response_tokens=None, source=number % 2)
@@ -110,7 +111,7 @@ def setting(tmp_path, monkeypatch):
             engines=engines,
             is_lost=is_lost,
             stop_tokens=[0],
-            environments=[Environment(config, Even(fails))],
+            environments=[Environment(config, scorer := Even(fails), SingleTurn(scorer))],
             timeline=timeline,
             evaluation=Decoding(config.eval.temperature, config.eval.top_p, config.eval.top_k),
         )

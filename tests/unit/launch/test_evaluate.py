@@ -30,6 +30,7 @@ from areal_megatron.run.folder import Run
 from areal_megatron.workflows.runner import runner_of
 from areal_megatron.workflows.sampling import Decoding
 from areal_megatron.workflows.scoring import Score
+from areal_megatron.workflows.single_turn import SingleTurn
 from tests.support.reshard_oracle import CONFIG
 from tests.unit.controller.test_evaluation import Kept
 
@@ -172,7 +173,8 @@ def test_answers_whose_rewards_failed_are_asked_for_again(world, tmp_path):
     for failures, left in ((2, 2), (1, 1), (0, 0)):
         engine = Engine(0, SimpleNamespace(name="engine-0", generate=Answering().generate), None)
         with Folder(tmp_path / "out", evaluation.settings) as folder:
-            asyncio.run(evaluation._ask(engine, [Environment(evaluation.kinds[0], Away(failures))], folder))
+            scorer = Away(failures)
+            asyncio.run(evaluation._ask(engine, [Environment(evaluation.kinds[0], scorer, SingleTurn(scorer))], folder))
             assert len(evaluation.missing(folder)) == left and len(folder.answers) == 6 - left
             result = evaluate.result_of(list(folder.answers.values()), 3, [1], evaluation.files)
             assert result["failed"] == left and result["avg@3"]["value"] == 1

@@ -25,7 +25,8 @@ from areal_megatron.observe.timeline import Timeline
 from areal_megatron.process import lateness
 from areal_megatron.run.folder import RunError
 from areal_megatron.workflows import multi_turn, sampling, tool_use
-from areal_megatron.workflows.episode import EpisodeOver
+from areal_megatron.workflows.episode import EpisodeOver, EpisodeSpec
+from areal_megatron.workflows.single_turn import SingleTurn
 from areal_megatron.workflows.workflow import check_workflow, load_workflow
 from tests.support.chat_world import END, IDS, World, make_tokenizer, spelled
 
@@ -486,3 +487,30 @@ def test_the_example_of_the_docs(tmp_path):
     assert ended.score.reward == -5 + 10 * (1 - 3 / 8) and not world.judge.asked
     (never,) = run(World(tmp_path, names["run"], in_turn("41"), turns=2), answer="42")
     assert never.score.reward == -5 and never.context.answers == 2
+
+
+@pytest.mark.parametrize(("workflow", "occupied"), [("single_turn", 0), ("multi_turn", 1)])
+def test_an_engine_is_free_while_answers_of_a_single_turn_are_scored(tmp_path, workflow, occupied):
+    """An episode may ask again after a score, so that it keeps its engine until it ends."""
+    world, seen = World(tmp_path, multi_turn.run, lambda *_: "right", turns=2), set()
+    judge = world.scorer.workers.judge
+
+    async def looking(answers):
+        seen.add(engine.running)
+        return await judge(answers)
+
+    world.scorer.workers.judge = looking
+    timeline = Timeline(tmp_path / "timeline", "controller")
+    engine = Engine(0, world.client, timeline)
+    runner = world.episodes if workflow == "multi_turn" else SingleTurn(world.scorer)
+    sampler = Sampler(
+        engines=[engine],
+        is_lost=None,
+        stop_tokens=world.tokenizer.stop_tokens,
+        environments=[Environment(world.config, world.scorer, runner)],
+        timeline=timeline,
+        evaluation=sampling.Decoding(1.0),
+    )
+    engine.occupy(1)
+    assert asyncio.run(sampler.sample(engine, EpisodeSpec(world.prompt(), 0, "group-0", 1, "train")))
+    assert seen == {occupied} and engine.running == 0

@@ -24,6 +24,7 @@ from areal_megatron.observe.timeline import Timeline
 from areal_megatron.workflows import single_turn
 from areal_megatron.workflows.sampling import Decoding, Sampling, sampling_seed
 from areal_megatron.workflows.scoring import Score
+from areal_megatron.workflows.single_turn import SingleTurn
 from tests.unit.controller.test_evaluation import Kept
 
 PROMPTS = [Prompt(id=number, text="", answer="", tokens=[1 + number], response_tokens=None) for number in range(6)]
@@ -71,7 +72,7 @@ def setting(tmp_path, client):
         engines=[Engine(0, client, timeline)],
         is_lost=never,
         stop_tokens=[0],
-        environments=[Environment(config, Right())],
+        environments=[Environment(config, scorer := Right(), SingleTurn(scorer))],
         timeline=timeline,
         evaluation=Decoding(1.0),
     )
