@@ -81,8 +81,8 @@ class Delivered(msgspec.Struct, tag=True):
 
 
 class Sending(msgspec.Struct, tag=True):
-    """Rank 0 names the links on which versions are on their way, now and then. Answered with Links, those of them that
-    are cut: their engine will never commit what is on its way."""
+    """Rank 0 names the links with a version on its way, now and then. Answered with the Links among them that are cut:
+    their engine will never commit the version."""
 
     links: list[LinkRef]
 

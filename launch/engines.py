@@ -133,8 +133,8 @@ def _machines(record: LaunchRecord) -> set[str]:
 
 
 def sites_of(text: str, listens: str, engines: int, tp: int) -> list[Site]:
-    """Returns where each of the engines is, by the HOST[:PORT] at which the run reaches the first, and the address at
-    which they listen, or "" if that is the same.
+    """Returns the place of each engine, from the HOST[:PORT] at which the run reaches the first, and the address at
+    which they listen ("": the same).
 
     Raises ConfigError if it is no address of this machine that other sites can reach, or if a port is taken.
     """

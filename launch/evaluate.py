@@ -298,8 +298,8 @@ def export_of(folder: Path) -> Path:
 
 
 def config_of_run(options: argparse.Namespace, folder: Path) -> Config:
-    """Returns the config of a run, for an engine that evaluates what it has trained as it did itself; the options that
-    are given replace its keys. Raises ConfigError."""
+    """Returns the config of a run, for an engine that evaluates its model as the run did; given options replace its
+    keys. Raises ConfigError."""
     trained = config_file.load_run(folder)
     if trained.mode not in ("rl", "replay"):
         raise ConfigError(

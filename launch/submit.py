@@ -1,8 +1,8 @@
 """Has Slurm start a run: `areal submit CONFIG [key=value …] --nodes 48 --gpus 8 [--time 24:00:00]`.
 
-Fetches models and data that are named on the hub, and checks config, model, data and the plan for those nodes: nothing
-is to wait in the queue that cannot start. Then writes a batch script, as those in slurm/ are, and hands it to sbatch:
-the job calls launch/slurm.py with this Python in this folder, is queued again before its time limit and when it is
+Downloads models and data named on the hub, and checks config, model, data and the plan for those nodes: a job that
+cannot start never waits in the queue. Then writes a batch script, as those in slurm/ are, and hands it to sbatch: the
+job calls launch/slurm.py with this Python in this folder, is queued again before its time limit and when it is
 preempted, and resumes where it was. All nodes must see the folder, the model and this installation. `--dry-run` prints
 the plan and the script. Exit code 0: submitted, 2: wrong input, or Slurm refuses the job. Imports neither torch nor
 vllm.

@@ -181,8 +181,8 @@ class Generation:
             yield free[index]
 
     def _sharing(self) -> int:
-        """Returns the number of engines that share the admitted groups: those that will take prompts soon. Starting
-        engines count only before the first update; later a start may take minutes, and nobody waits for it."""
+        """Returns the number of engines that will take prompts soon, and so share the admitted groups. Starting engines
+        count only before the first update; later a start may take minutes, and nobody waits for it."""
         absent = {EngineState.TORN} | ({EngineState.STARTING} if self._schedule.version else set())
         present = [e for e in self._sampler.engines if not (e.gone or e.draining or e.unreached)]
         return sum(e.state not in absent for e in present)

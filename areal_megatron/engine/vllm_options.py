@@ -30,8 +30,8 @@ _GROUPS = (*passed_through.VLLM_OWNED, *passed_through.VLLM_ON_CPU, *passed_thro
 def parse(parser: argparse.ArgumentParser, command: Sequence[str]) -> argparse.Namespace:
     """Returns what vLLM's parser reads from a command line of ours, which may end with `server.passed_through`.
 
-    `parser` is the one that knows vLLM's options. Raises ConfigError, which names the key, for an option that it
-    refuses, and for one that would change an option which the config may not set.
+    `parser` is the one that knows vLLM's options. Raises ConfigError with the key for an option that it refuses, and
+    for one that would change an option outside the config's control.
     """
     command, given = list(command), {}
     if server.PASSED_THROUGH in command:

@@ -102,10 +102,10 @@ class Balance:
         return self.full_s / self.update_s
 
     def update_s_with(self, engines: int, trainers: float = 1.0) -> float:
-        """Returns how long an update would take with so many engines, and with trainers so many times as fast.
+        """Returns the seconds per update with `engines` engines, and with trainers `trainers` times as fast.
 
-        With those that were measured this is the measured time: what the two pools do not overlap, and the time in
-        which neither works, are taken from there.
+        With the measured numbers it is the measured time: the pools' overlap and the time in which neither works come
+        from the measurement.
         """
         trains, generates = self.training_s + self.straggler_s, self.generating_s
         longer, shorter = max(trains, generates), min(trains, generates)

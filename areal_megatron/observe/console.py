@@ -69,7 +69,7 @@ class Console:
         self._warned_at: int | None = None
         """The update of the last warning."""
         self._advised_at: dict[Short, int] = {}
-        """Which pool was short → the update at which that was said last."""
+        """The pool that was short → the update of the last advice about it."""
         self._evaluations: list[dict[str, Any]] = []
         self._events: deque[str] = deque(maxlen=EVENTS_SHOWN)
         for record in self._reader.new():

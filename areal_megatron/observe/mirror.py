@@ -44,7 +44,7 @@ _LOOK_S = 1.0
 
 @dataclass
 class Once:
-    """Which lines of metrics.jsonl a tracker gets: those of work that was done again after a resume are left out."""
+    """The lines of metrics.jsonl that a tracker gets: without work repeated after a resume."""
 
     highest: dict[str, int]
     """Highest version of each kind of line so far."""

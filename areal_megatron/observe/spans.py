@@ -140,7 +140,7 @@ def overlap(intervals: list[Interval], start: float, end: float) -> float:
 
 
 def speeds_with_and_without(work: list[Span], other: list[Span]) -> tuple[float, float] | None:
-    """Returns the tokens/s of the `work` spans that overlap one of `other` in their process, and of those that do not.
+    """Returns the tokens/s of the `work` spans that overlap one of `other` in their process, and of the rest.
 
     A work span, whose tokens are args["tokens"], is counted whole, so the cost of the other work is resolved no finer
     than that. Returns None if fewer than FEWEST_DISTURBED work spans are disturbed, or if all are.

@@ -94,9 +94,8 @@ def best_fit(sizes: np.ndarray, cap: int, count: int) -> np.ndarray:
 def fill(sizes: np.ndarray, cap: int, count: int) -> np.ndarray:
     """Returns the bin of each size, int64 [n], with one bin after the other filled as full as possible.
 
-    A bin takes the largest size that is left, then others that fit, again largest first; the last two are the pair
-    that leaves the least room. What remains after the last bin goes where the most room is left, so bins may exceed
-    the cap.
+    A bin takes the largest size left, then others that fit, again largest first; the last two are the pair that fills
+    it best. Sizes left after the last bin go where the most room is, so bins may exceed the cap.
     """
     order = np.concatenate(([-1], np.argsort(sizes, kind="stable")))
     left = np.concatenate(([0], sizes[order[1:]]))  # size 0 lets a pair consist of one size

@@ -1,7 +1,7 @@
 """Bundles: answers to one prompt that lie in one micro-batch, where the prompt is computed once for all of them.
 
-A bundle is the prompt without its last token, the prefix, followed by its answers, each of which begins with its own
-copy of that token, so that the token before every trained one belongs to one answer alone. A prompt of one token leaves
+A bundle is the prompt without its last token, the prefix, followed by its answers. Each begins with its own copy of the
+last prompt token, so the token before every trained one belongs to one answer alone. A prompt of one token leaves
 nothing to share. Everything is deterministic and needs numpy only.
 """
 

@@ -1,9 +1,9 @@
 """Measures how well a run's machines did: `areal calibrate RUN … --gpu h100 --out my_gpu.json`.
 
-The runs are finished ones of this kind of GPU, or of CPU cores, with rollout.dump=true. What they took is fitted to
-what they did (forecast/calibration.py), and the file holds the shares of the GPU's rates that they had, for
-`areal simulate --gpu my_gpu.json` and `areal plan --best`. Two runs with another rollout.max_running tell more than
-one. Exit code 2 for wrong input. Imports neither torch nor vllm.
+The runs are finished ones of this kind of GPU, or of CPU cores, with rollout.dump=true. Their times are fitted to their
+work (forecast/calibration.py). The file holds the shares of the GPU's rates that they reached, for `areal simulate
+--gpu my_gpu.json` and `areal plan --best`. Two runs with another rollout.max_running tell more than one. Exit code 2
+for wrong input. Imports neither torch nor vllm.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ _LIMIT_S = 300.0
 
 
 def check_for_device(config: Config) -> None:
-    """Checks what the config's loader cannot: options that depend on the device, which must be decided, and on the
-    models. Raises ConfigError."""
+    """Checks beyond the config's loader: options that depend on the device, which must be decided, and on the models.
+    Raises ConfigError."""
 
     def require(condition: bool, key: str, problem: str) -> None:
         if not condition:

@@ -105,13 +105,13 @@ class Placement:
 
 
 def allocate(config: Config, nodes: Sequence[Node], rollout_nodes: Sequence[Node] = ()) -> Placement:
-    """Returns the pools of the config's trainers and engines, and of those of a reward model: disjoint, unless
-    machine.shared. Supervised runs have no engines and no controller, a replay no engines.
+    """Returns the pools of the config's trainers, engines and reward engines: disjoint, unless machine.shared.
+    Supervised runs have no engines and no controller, a replay no engines.
 
     All pools are on `nodes`, unless the engines have `rollout_nodes` of their own. Raises ConfigError, one line with
-    what was found, what was asked for and what to change, for: node names that are malformed or occur twice, nodes
-    without slots or with too few cores, too few slots, nodes of several sizes in one pool, sizes that leave a part of
-    each node unused, and slots that are to be shared though the pools have different nodes.
+    the nodes found, the sizes asked for and the remedy, for: malformed or repeated node names, nodes without slots or
+    with too few cores, too few slots, nodes of several sizes in one pool, sizes that leave a part of each node unused,
+    and shared slots on different nodes.
     """
     everyone = (*nodes, *rollout_nodes)
     _check_nodes(nodes, rollout_nodes)

@@ -27,7 +27,8 @@ from areal_megatron.ppo.advantage import Reduce
 from areal_megatron.ppo.selection import first_beyond
 
 IN_REWARD, COVARIANT = "kl_k1", "kl_cov"
-"""The penalty that `penalised` subtracts from the advantages, and that of the tokens that `most_covariant` chooses."""
+"""The penalty subtracted from the advantages by `penalised`, and the penalty of the tokens chosen by
+`most_covariant`."""
 _LARGEST = 700.0
 """The exponential of this is a float64."""
 

@@ -78,7 +78,8 @@ def guard() -> None:
 
 
 class _Guarded:
-    """A stream that writes what is visible of a text; no terminal to libraries, which would colour what they print."""
+    """A stream that writes the visible part of a text. To libraries it is no terminal, or they would colour their
+    output."""
 
     def __init__(self, unguarded: TextIO):
         self.unguarded = unguarded

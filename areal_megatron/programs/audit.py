@@ -181,8 +181,8 @@ def check_dispositions(config: Config, checkpoint: SavedCheckpoint, batches: lis
 
 
 def check_distance(config: Config, checkpoint: SavedCheckpoint | None, batches: list[Batch]) -> list[str]:
-    """Checks that the newest checkpoint is as new as checkpoint.every has it: at a version that is saved, training
-    waits until the one before is whole, so that two are missing only if one was lost."""
+    """Checks that the newest checkpoint is as new as checkpoint.every has it: at each saved version training waits
+    until the previous checkpoint is whole, so two are missing only if one was lost."""
     every = config.checkpoint.every
     trained = [batch.version + 1 for batch in batches if batch.applied]
     version = checkpoint.version if checkpoint else batches[0].version if batches else 0

@@ -28,7 +28,7 @@ _COMPOUND = words("sum product quotient power root negative call relation sets c
 
 
 def key_of(node: Formula) -> Key:
-    """Returns what this way to write a formula has in common with those that differ in nothing but notation."""
+    """Returns a key shared by all formulas that differ only in notation."""
     kind, parts = node.kind, node.parts
     if kind == "number":
         return ("number", node.value)

@@ -115,8 +115,8 @@ def _percent_of(prompt: str, number: Numeral) -> Fraction | None:
 
 
 def final_answer(response: str) -> str | None:
-    """Returns what the last complete \\boxed{…} holds; in a response without any box what follows the last "answer is"
-    or ####, or the formula or number that it ends with. None if there is no such answer."""
+    """Returns the contents of the last complete \\boxed{…}; in a response without any box the text after the last
+    "answer is" or ####, or a formula or number at its end. None if there is no such answer."""
     boxed = last_boxed(response)
     if boxed is not None or BOX.search(response):  # one that is not complete: the response was cut
         return boxed

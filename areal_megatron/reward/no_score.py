@@ -2,8 +2,8 @@
 
 
 class AnswerRefused(Exception):
-    """What a reward function raises for an answer in a form that it does not accept: it scores 0, which is no failure
-    of the function, and is counted. The text is feedback for the model."""
+    """Raised by a reward function for an answer in a form that it does not accept: it scores 0 and is counted, but not
+    as a failure of the function. The text is feedback for the model."""
 
 
 class ServiceAway(Exception):

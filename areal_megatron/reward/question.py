@@ -1,4 +1,4 @@
-"""What a question holds and asks for, so that an answer which repeats it is not taken for one that was worked out."""
+"""What a question holds and asks for, so that an answer copied from it is not taken for a worked-out one."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The system calls that a sandboxed program may make, as a seccomp filter for the kernel.
 
-A list of what is allowed: those that Python and its standard library need for a single process with files of its own.
-All others never reach the kernel's own code. man pages: seccomp(2), syscalls(2).
+An allowlist: the calls that Python and its standard library need for a single process with files of its own. All others
+never reach the kernel's own code. man pages: seccomp(2), syscalls(2).
 """
 
 from __future__ import annotations

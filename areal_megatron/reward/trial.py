@@ -1,7 +1,7 @@
 """Calls the reward functions of the user once before a run, so that their mistakes end it before anything has started.
 
-Each is asked for two responses to the first row of its data: one that holds the right answer, and one that holds none,
-which functions forget most often.
+Each scores two responses to the first row of its data: one with the right answer, and one without any, the case that
+functions forget most often.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ _MOST_BITS = 40_000
 """The most of numerator or denominator of a rational value."""
 _MOST_POINTS = 9
 _WHOLE = range(_MOST_POINTS, _MOST_POINTS + 10)
-"""More points for formulas that have values for whole numbers alone: so many that (-1)^n is not 1 at all of them."""
+"""More points for formulas with values for whole numbers only: enough to make (-1)^n differ from 1 at some of them."""
 _SIGNED = range(_WHOLE.stop, _WHOLE.stop + 10)
 """More points of either sign for absolute values and roots, so that xy is negative at one of them."""
 _ENOUGH_POINTS = 2

@@ -41,7 +41,7 @@ _LONGEST_PROBLEM = 500
 MISTAKES = (TypeError, AttributeError, NameError, ImportError)
 """What a mistake in a function's code raises."""
 MEMORY_MB = 512
-"""What `math` may allocate beyond what its worker has loaded; it evaluates what a policy wrote."""
+"""Memory in MB that `math` may allocate beyond its loaded worker, since it evaluates a policy's text."""
 
 
 class Ready(msgspec.Struct):
@@ -200,7 +200,7 @@ def _problem(error: Exception, where: str) -> str:
 
 
 def _place(error: Exception, function: Callable) -> str:
-    """Returns `file:line` of the code that raised an error, or of the function that returned what it may not."""
+    """Returns `file:line` of the code that raised an error, or of the function with an invalid result."""
     if isinstance(error, WrongResult):
         code = getattr(inspect.unwrap(function), "__code__", None)
         return f"{code.co_filename}:{code.co_firstlineno}" if code else repr(function)

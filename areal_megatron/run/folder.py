@@ -132,9 +132,9 @@ def line_of(starts: list[IncarnationStart]) -> list[tuple[IncarnationStart, int 
 class Run:
     """A run folder: its paths, and how processes announce themselves. Cheap: every process makes its own.
 
-    A process of the run is bound to the incarnation that it was started for, and a launcher to its lease and to the
-    incarnation that it began: when those are no longer the newest it writes nothing more (`check_current`). It is bound
-    to the folder, too, which it holds open: nothing is written where another one, or none, has taken its place.
+    A process of the run is bound to the incarnation it was started for, and a launcher to its lease and to the
+    incarnation it began. Once a newer one exists, it writes nothing more (`check_current`). It is bound to the folder,
+    too, which it holds open: nothing is written where another one, or none, has taken its place.
 
     Example:
         run = Run("runs/tiny")
@@ -199,8 +199,8 @@ class Run:
         return self._start is not None
 
     def discard(self) -> None:
-        """Removes a run that this launcher made and that never began: what `create`, the lease and a beginning that
-        failed have made. Leaves a folder that holds anything else as it is."""
+        """Removes a run that this launcher made and that never began: the files of `create`, of the lease and of a
+        failed beginning. A folder with anything else in it stays as it is."""
         lease, next_lease = (numbered(self.leases, (self._lease or 0) + more) for more in (0, 1))
         files = {self.config, lease, lease.with_suffix(".guardian"), *(self.folder / name for name in _PRIVATE)}
         folders = {self.checkpoints, *(self.folder / name for name in _FOLDERS)}
@@ -271,8 +271,8 @@ class Run:
         after: int | None = None,
         keep: Collection[str] = (),
     ) -> None:
-        """Begins the next incarnation, to which this object is bound from then on, and forgets what processes have
-        announced in the one before, except those to `keep`.
+        """Begins the next incarnation and binds this object to it. Forgets the announcements of processes in the one
+        before, except those to `keep`.
 
         Raises Replaced if another launcher has begun that incarnation or has taken a newer lease.
         """
@@ -560,8 +560,8 @@ def _launcher(record: Path) -> str:
 
 @contextlib.contextmanager
 def one_line() -> Iterator[None]:
-    """Ends this process with one line for an error whose text says all: with exit code 2 for what the user can mend, 1
-    for what has become of the run."""
+    """Ends this process with one line for an error whose text says all: exit code 2 for errors that the user can fix, 1
+    for failures of the run."""
     try:
         yield
     except (Away, ConfigError, RunError) as e:

@@ -31,8 +31,8 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 def read_object(file: Path) -> dict[str, Any]:
     """Returns the object that a JSON file holds, of a model's description for example.
 
-    Raises OSError, and ValueError, which says what the file is or has instead: it must be a regular one of MOST_BYTES
-    at most, and its object must not have a key with two values, or a number that is not finite.
+    Raises OSError, and ValueError with the fault: the file must be a regular one of at most MOST_BYTES, and its object
+    must have neither a repeated key nor a number that is not finite.
     """
     content = read_regular(file)
     try:
@@ -59,9 +59,9 @@ def read_regular(file: Path, most: int = MOST_BYTES) -> bytes:
 def parse_json(text: str | bytes, exact: bool = False) -> Any:
     """Returns the value of a JSON text, bytes of which are UTF-8.
 
-    Raises ValueError, which says what is wrong, for anything else; also for more than MOST_LEVELS levels, and for half
-    of a surrogate pair, which JSON can spell but no file, message or tokenizer takes. `exact`: also for a key with two
-    values in one object, and for a number that is not finite.
+    Raises ValueError with the fault for anything else; also for more than MOST_LEVELS levels, and for half of a
+    surrogate pair, which JSON can spell but no file, message or tokenizer takes. `exact`: also for a repeated key in
+    one object, and for a number that is not finite.
     """
     text = text.decode() if isinstance(text, bytes) else text
     strict = {"object_pairs_hook": _once, "parse_constant": _no_number, "parse_float": _finite} if exact else {}

@@ -1,7 +1,7 @@
 """Rights that others have on files and folders which are to be their user's alone, and how they are taken back.
 
-`chmod -R`, with which people share their logs, gives such rights, mostly without letting anybody in: what lies in a
-folder that others may not enter is out of their reach, whatever its own mode says.
+`chmod -R`, with which people share their logs, gives such rights, mostly without letting anybody in: a file in a folder
+closed to others is out of their reach, whatever its own mode.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Rights(IntEnum):
 
 
 def reach(mode: int, rights: int, folder: int) -> Rights:
-    """Returns what others can do with a path of `mode`, of whose bits they are to have none of `rights`, in a folder of
-    that mode."""
+    """Returns what others can do with a path of mode `mode` in a folder of mode `folder`, of the bits `rights` that
+    they must not have."""
     if not mode & rights:
         return Rights.NONE
     entering = (0o070 if folder & 0o010 else 0) | (0o007 if folder & 0o001 else 0)

@@ -112,8 +112,8 @@ class CoreAttention(MegatronModule):
 def attend(query: Tensor, key: Tensor, value: Tensor, packed: Packed, scale: float | None) -> Tensor:
     """Returns the attention of this rank's tokens: [T, heads, d], [T, groups, d] twice → [T, heads, d].
 
-    Keys and values of other context-parallel ranks, and those that several runs attend to, are not kept for the
-    backward pass but made again in it, so that a rank keeps no more than its own tokens' share.
+    Keys and values of other context-parallel ranks, and keys and values shared by several runs, are not kept for the
+    backward pass but recomputed, so a rank keeps no more than its own tokens' share.
     """
     by_varlen = _has_varlen(query)
     if not packed.view.pasts and not packed.view.cut:

@@ -1,8 +1,8 @@
 """Attention of a packed row on devices without a kernel for rows of sequences: sequences in a few padded blocks.
 
-Keys that come before a run of tokens (a prompt that answers share, the earlier part of a sequence that ranks divide)
-take a second softmax, over these keys alone; both are merged by the logarithms of their sums. So nothing is computed
-that a mask would hide, and no key is copied for each run that attends to it.
+Keys before a run of tokens (a shared prompt, the earlier part of a sequence divided over ranks) take a second softmax,
+over these keys alone; both are merged by the logarithms of their sums. So nothing is computed that a mask would hide,
+and no key is copied for each run that attends to it.
 """
 
 from __future__ import annotations

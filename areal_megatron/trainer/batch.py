@@ -201,9 +201,9 @@ def pack_trajectories(
     """Packs trajectories into one micro-batch, with the advantage and the weight of each one's tokens.
 
     `version` is the one that is trained. `proximal` stays None, `kept` is True everywhere. Routes are replayed if
-    `routing` is given. `bundles` divides the trajectories, in order, into so many each that share a prompt, which the
-    row holds once but for its last token, since that predicts the first token of each answer; by default none share.
-    Raises ConfigError for routes of another model.
+    `routing` is given. `bundles` holds the sizes of consecutive groups of trajectories with a common prompt. The row
+    holds such a prompt once but for its last token, which predicts the first token of each answer. By default none
+    share. Raises ConfigError for routes of another model.
     """
     trained = _joined([t.loss_mask for t in trajectories], np.bool_)
     microbatch = pack(

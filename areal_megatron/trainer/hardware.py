@@ -1,7 +1,7 @@
 """The kernels that a trainer rank computes with, by its device, its packages and the dtype of the model.
 
-`KERNELS` is the table, `lacks` reads it for any hardware, and `kernels` for this machine. A rank does without a kernel
-that is not there: everything has a plain form, which is also what computes on CPU.
+`KERNELS` is the table, `lacks` reads it for any hardware, and `kernels` for this machine. A rank does without a missing
+kernel: everything has a plain form, which is also used on CPU.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ KERNELS = {
     "deep_ep": Kernel("DeepEP", ("deep_ep",), majors=(9, 10), experts=True),
 }
 """Name → kernel. Megatron's other fusions stay off: bias_dropout_fusion, since models without dropout and biases there
-leave one addition to it; moe_router_fusion, whose kernel knows nothing of replayed routes (trainer/routing.py);
-masked_softmax_fusion and persist_layer_norm, which belong to modules that no layer has here."""
+leave one addition to it; moe_router_fusion, since its kernel cannot replay routes (trainer/routing.py);
+masked_softmax_fusion and persist_layer_norm, since no layer here has their modules."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def check_dispatch(setting: str, absent: dict[str, str]) -> None:
 
 
 def describe(absent: dict[str, str], experts: bool, grouped: bool) -> str:
-    """Returns one line: the kernels that are used besides attention's, and those that are not, with the reason.
+    """Returns one line: the kernels used besides attention's, and the unused ones, with the reason.
 
     `grouped` says whether experts are TransformerEngine's, which multiplies them together itself.
     """

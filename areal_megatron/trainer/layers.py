@@ -69,7 +69,7 @@ class Router(TopKRouter):
         self.router_replay = RouteOverride()
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None):
-        """Counts the load by which biases move: of all tokens, also of those that the loss passes over."""
+        """Counts the load by which biases move: of all tokens, also of tokens outside the loss."""
         super()._apply_expert_bias(routing_map)
 
     def _apply_aux_loss(self, probs: Tensor, scores: Tensor, routing_map: Tensor, with_padding_mask: bool = False):

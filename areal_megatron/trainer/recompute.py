@@ -1,8 +1,8 @@
-"""Parts of a decoder layer whose activations are computed again in the backward pass instead of kept.
+"""Parts of a decoder layer whose activations are recomputed in the backward pass instead of kept.
 
 Whole layers are recomputed by megatron-core's transformer block. Its selective recomputation is for all layers alike
-and repeats the whole MLP; here each layer has its own setting, and an MLP repeats no more than what its last product
-reads, so that the result of that product is never computed again.
+and repeats the whole MLP; here each layer has its own setting, and an MLP recomputes only the input of its last
+product, never the product itself.
 """
 
 from __future__ import annotations

@@ -88,9 +88,9 @@ class RouteOverride:
 
 @torch.no_grad()
 def in_best_groups(scores: Tensor, groups: int, chosen: int) -> Tensor:
-    """Returns which experts, bool like scores [tokens, experts], are in a token's `chosen` best groups of consecutive
-    experts: those whose two best experts have the largest sum (DeepSeek-V3, arXiv 2412.19437, Section 2.1.2, and its
-    published code).
+    """Returns a bool mask [tokens, experts] of the experts in a token's `chosen` best groups of consecutive experts. A
+    group ranks by the sum of its two best scores (DeepSeek-V3, arXiv 2412.19437, Section 2.1.2, and its published
+    code).
 
     Megatron takes as many of a group's experts for the sum as would be chosen of each if all groups were chosen from
     alike, which are two for DeepSeek-V3 and others elsewhere.

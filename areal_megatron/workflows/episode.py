@@ -50,8 +50,8 @@ class Api:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Environment variables for a process that runs an agent: those of this process's own that it may have, and
-        OPENAI_BASE_URL and OPENAI_API_KEY, without a proxy for 127.0.0.1.
+        """Environment variables for a process that runs an agent: the allowed ones of this process, and OPENAI_BASE_URL
+        and OPENAI_API_KEY, without a proxy for 127.0.0.1.
 
         The others stay behind: they may hold tokens of the user, and agents run what a model says.
         """

@@ -1,8 +1,8 @@
 """Serves the policy to agents as an OpenAI endpoint on the loopback, and records what they do as trajectories.
 
 Every episode has a key of its own, which is valid as long as the episode lasts. If a call continues from an earlier
-answer of its episode, its tokens are those that were sampled then, followed by what the chat template puts after them:
-text is never tokenised again. Any other call begins a trajectory of its own.
+answer of its episode, its tokens are the sampled ones, followed by the chat template's continuation: text is never
+tokenised again. Any other call begins a trajectory of its own.
 """
 
 from __future__ import annotations

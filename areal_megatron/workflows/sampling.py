@@ -1,4 +1,4 @@
-"""What all workflows share: requests to an engine, retries of those that fail, and seeds."""
+"""What all workflows share: requests to an engine, retries of failed ones, and seeds."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from areal_megatron.launch.page.watched import Watched
 from areal_megatron.run.folder import Run
 
 _MOST = 100
-"""Most runs that are shown: those whose configs are the newest."""
+"""Most runs shown: the ones with the newest configs."""
 _LISTED_S = 10.0
 """Time between two looks for new runs."""
 

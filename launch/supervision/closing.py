@@ -1,4 +1,4 @@
-"""The last lines of a launcher: what a run has kept, the command that goes on with it, and those that show it."""
+"""The last lines of a launcher: what a run has kept, and the commands to resume and to inspect it."""
 
 from __future__ import annotations
 

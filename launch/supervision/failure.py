@@ -132,8 +132,8 @@ class Failures:
         """Notes a failure, and returns whether there has been the same without progress in between, whatever other ones
         came in between.
 
-        `version`: how far the run had come when it failed. A later version than before is progress, after which the
-        same may happen again and be no sign that it always will; but not to an engine that has not `served` since.
+        `version`: how far the run had come when it failed. A later version than before is progress: the same failure
+        after it is no sign of a permanent fault, except in an engine that has not `served` since.
         """
         known, now = self._known.get(whose, []), failure.signature
         if served and version > max((at for _, at in known), default=version):

@@ -46,8 +46,8 @@ def visible() -> list[int | str]:
 
 
 def read(value: str) -> list[int | str]:
-    """Returns the GPUs that a value of CUDA_VISIBLE_DEVICES names, as CUDA reads it: up to the first that is none, of
-    which it tells on stderr."""
+    """Returns the GPUs named by a value of CUDA_VISIBLE_DEVICES, as CUDA reads it: up to the first invalid name, with a
+    warning on stderr."""
     names: list[int | str] = []
     for name in map(str.strip, value.split(",")):
         if not name.isdigit() and not _NAME.fullmatch(name):
@@ -61,7 +61,7 @@ def read(value: str) -> list[int | str]:
 
 @cache  # it takes seconds where the driver is not kept loaded
 def listed() -> tuple[Gpu, ...] | None:
-    """Returns the GPUs that nvidia-smi lists: those that this process's cgroup lets it open, whatever
+    """Returns the GPUs that nvidia-smi lists: all that this process's cgroup lets it open, whatever
     CUDA_VISIBLE_DEVICES says. None if it does not answer, as where there is no driver."""
     command = ["nvidia-smi", "--query-gpu=index,uuid,pci.bus_id,memory.total", "--format=csv,noheader,nounits"]
     try:

@@ -1,4 +1,4 @@
-"""Tells the launcher of engines which of them hang and which are drained, from what the controller says of them."""
+"""Tells the launcher of engines which of them hang and which are drained, from the controller's reports."""
 
 from __future__ import annotations
 

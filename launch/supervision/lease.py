@@ -3,8 +3,8 @@
 `leases/00002.json` says who holds the second lease. It appears whole and only once, also on NFS (files.write_once), and
 the greatest number counts. The holder beats: once a second it counts up the time stamp of that file, which needs no
 space on a full disk. No clock decides anything but the monotonic one of whoever watches: a heartbeat that moves
-refuses another start; one that has stood still for machine.lease_s no longer does. A launcher that ends releases its
-lease, and on the machine of one that was killed others see at once that it is gone.
+refuses another start; one that has stood still for machine.lease_s no longer does. A launcher releases its lease when
+it ends; if it was killed, others on its machine notice at once.
 
 Whoever takes the next lease thereby replaces the holder before: Run.check_current, which every writer of the run calls,
 raises Replaced from then on. A holder whose run folder has gone, renamed or unmounted, writes nothing meanwhile, cannot
@@ -209,10 +209,8 @@ def _kept_open(folder: Path) -> Iterator[Path]:
 
 
 def _write(folder: Path, seen: Path, number: int) -> None:
-    """Takes a lease in the folder in which the one before was `seen` to be over: another start may have removed that
-    folder since, and made one in which it holds the first.
-
-    Raises FileNotFoundError if so.
+    """Takes a lease in the folder whose previous lease was `seen` to be over. Raises FileNotFoundError if another start
+    has removed that folder since and holds the first lease of a new one.
     """
     path, holder = numbered(seen, number), Holder.here(seen)
     write_once(path, msgspec.json.encode(holder).decode())

@@ -192,8 +192,8 @@ def carry_out(order: StartOrder, children: Children) -> Child:
 
 
 def _on_gpus(name: str, own: Mapping[str, str], cores: int) -> dict[str, str]:
-    """The settings of a process that computes on GPUs and whose share of the node is so many cores; whoever has set one
-    of them in the supervisor's environment `own` knows better."""
+    """The settings of a process that computes on GPUs and has `cores` cores of its node. Settings in the supervisor's
+    environment `own` take precedence."""
     settings = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} | caches.settings()  # numbers mean what they do for nvidia-smi
     if not is_server(name):  # vLLM chooses both for itself
         settings["OMP_NUM_THREADS"] = str(min(cores, _MOST_THREADS))

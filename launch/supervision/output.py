@@ -1,4 +1,4 @@
-"""What a launcher prints, which is often a file on the disk that its run fills."""
+"""A launcher's output, often redirected to a file on the disk that its run fills."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any, TextIO
 
 
 def never_fail() -> None:
-    """Makes printing on stdout and stderr succeed from now on, whatever becomes of the text: a launcher whose output
-    goes to a full disk, or into a pipe that nobody reads any more, is not to end its run for that."""
+    """Makes printing on stdout and stderr succeed from now on, whatever becomes of the text: neither a full disk nor a
+    closed pipe may end a launcher's run."""
     for name in ("stdout", "stderr"):
         if not isinstance(stream := getattr(sys, name), _Unfailing):
             setattr(sys, name, _Unfailing(stream))
 
 
 class _Unfailing:
-    """A stream that keeps what it cannot write, as buffers do, and tries again with what is written next."""
+    """A stream that keeps unwritten text, as buffers do, and tries again at the next write."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream

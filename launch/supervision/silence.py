@@ -40,9 +40,9 @@ class Repeater:
 class AwakeClock(AttendedTime):
     """Attended time (lateness.py) of a loop that reads it at each turn, from 0, to measure the silence of others with.
 
-    The time between two readings counts at most as one interval between signs of life: a process that was stopped,
-    whose machine was moved, or that waited for a file system has not listened meanwhile. What was said to it is still
-    to be read, and everybody has nearly all of `silence_s` left to say more.
+    The time between two readings counts at most as one interval between signs of life: a process has not listened while
+    it was stopped, waited for a file system, or had its machine moved. Messages to it are still to be read, and every
+    sender has nearly all of `silence_s` left to send more.
     """
 
     def __init__(self, silence_s: float):

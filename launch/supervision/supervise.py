@@ -151,7 +151,7 @@ class _Watch:
             time.sleep(_POLL_S)
 
     def begin_again(self) -> None:
-        """Ends what the next incarnation cannot use and begins it, when the disk takes what that writes.
+        """Ends the processes that the next incarnation cannot use and begins it, once the disk accepts its files.
 
         Raises HostError if a node is lost, and if the run folder cannot be written for machine.gather_s; ConfigError if
         others may have written what the run trusts.
@@ -196,8 +196,8 @@ class _Watch:
             time.sleep(_DISK_S)
 
     def kept(self) -> set[str]:
-        """Returns the engines that the next incarnation can use: those alive that the controller has not given up, but
-        none if the controller itself failed, or there is none."""
+        """Returns the engines that the next incarnation can use: living ones that the controller has not given up, but
+        none if the controller itself failed, or is missing."""
         processes = self._hosts.by_name
         controller = processes.get("controller")
         if controller is None or (controller.exit_code or 0) > 0:
@@ -310,8 +310,8 @@ def _phase(beginning: Beginning, patience_s: float = 1.0) -> str | None:
 
 
 def _failure(processes: Mapping[str, Child | Remote], hosts: Hosts, left: Collection[str]) -> Child | Remote | None:
-    """Returns the process that ended before it should have, if any; of several, rather one that refused its input or
-    was killed by a signal than one that failed because of that.
+    """Returns the process that ended too early, if any; of several, one that refused its input or was killed by a
+    signal comes before those that failed in consequence.
 
     `left`: processes of engines that have left the run.
     """

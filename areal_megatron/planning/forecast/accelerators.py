@@ -15,7 +15,7 @@ from areal_megatron.run.json_input import parse_json
 
 @dataclass(frozen=True)
 class Efficiencies:
-    """The shares of what the hardware can do at most that are counted on, and what is there besides.
+    """The assumed shares of the hardware's peak rates, and the fixed costs.
 
     One set for all GPUs, models and layouts, unless it is measured (calibration.py): names that end in _s are
     seconds, the others shares.

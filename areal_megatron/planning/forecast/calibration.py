@@ -207,9 +207,9 @@ def _engines(runs: Sequence[FinishedRun], gpu: Accelerator) -> Efficiencies:
 def _answers(
     run: FinishedRun, process: str, time: EngineTime, alone: float
 ) -> list[tuple[tuple[float, ...], float, float]]:
-    """Returns for each group that the engine has answered: its steps, the requests in all of these together, the
-    answers that were begun and the commits meanwhile; the seconds that it took; and those that are known of products,
-    weights, keys and values, which commits have computed again."""
+    """Returns for each group that the engine has answered: its steps, the requests summed over its steps, the answers
+    begun and the commits meanwhile; the seconds that it took; and the seconds already explained by products, weights,
+    keys and values, and prefill after commits."""
     groups = [(span, run.groups[key]) for span in run.named("generate", process) if (key := _key(span)) in run.groups]
     commits = [span.start for span in run.named("commit", process)]
     if len(groups) < FEWEST:

@@ -144,8 +144,8 @@ def engine_options(
 class TrainerOptions:
     """Finds the fastest layouts of the trainers that fit, for any number of GPUs.
 
-    A layout's time without recomputation is the least that it takes. So layouts are looked at in the order of that, and
-    their memory, which decides what is recomputed, is counted for those alone that might be among the fastest.
+    A layout's time without recomputation is a lower bound. So layouts are tried in the order of this bound. Their
+    memory, which decides the recomputation, is counted only for layouts that may be among the fastest.
     """
 
     def __init__(
@@ -171,11 +171,11 @@ class TrainerOptions:
         """The most replicas with which a shape is known not to fit."""
         self._shapes = list(dict.fromkeys(self._possible()))
         self.nearest: Nearest | None = None
-        """The layout that needs the least memory of those that were found not to fit."""
+        """Of the layouts found not to fit, the one that needs the least memory."""
 
     def least_seconds(self, ranks: int) -> float:
-        """Returns what a batch takes at least on so many GPUs, if nothing but its products takes time and all have
-        equal parts; infinite if they have no room for what a checkpoint holds."""
+        """Returns a lower bound on the seconds per batch on `ranks` GPUs: matrix products only, divided equally;
+        infinite if a checkpoint's contents do not fit them."""
         if not self._config.optimizer.on_host and self._saved > USABLE * self._cluster.gib * GIB * ranks:
             return inf
         return self._products / ranks
@@ -196,8 +196,8 @@ class TrainerOptions:
         return found[:KEPT]
 
     def _possible(self) -> Iterator[Shape]:
-        """Yields the config's shape, and those whose tensor- and context-parallel ranks have room on one node, as have
-        those that exchange tokens of experts, unless the config's do not."""
+        """Yields the config's own shape, then every shape whose tp × cp group fits one node, and whose expert group
+        does, too, unless the config's own does not."""
         own, gpus, experts = self._config.trainer, self._cluster.gpus, self._d.experts
         yield Shape(own.tp, own.cp, own.pp, own.vpp, own.ep, own.etp)
         inside = [size for size in _powers(gpus) if gpus % size == 0]
@@ -230,8 +230,8 @@ class TrainerOptions:
         return trainer if self._room(shape, trainer, least, self._cluster.gib) else None
 
     def _room(self, shape: Shape, trainer: TrainerConfig, needed: float, gib: float) -> bool:
-        """Returns whether a rank that needs so many bytes fits `gib`, what is left of a GPU beside its links; keeps
-        those in mind that come nearest."""
+        """Returns whether a rank that needs `needed` bytes fits `gib`, a GPU's memory without its links; remembers the
+        nearest miss."""
         if needed <= USABLE * gib * GIB:
             return True
         whole = needed / GIB + self._cluster.gib - gib

@@ -15,7 +15,7 @@ from areal_megatron.planning.forecast.weights_time import WeightsTime
 _ROUNDS = 6
 """Times that the length of an update, on which the number of running answers depends, is put in for a guess."""
 _NEARLY = 0.8
-"""The share of the answers for which an engine has memory from which on it is memory that it lacks."""
+"""An engine lacks memory if it runs more than this share of the answers that fit its memory."""
 FULL = 0.9
 """The share of a KV cache that answers of the mean length may fill: they do not all have the mean."""
 

@@ -37,7 +37,7 @@ _SIMULATED_ANSWERS = 400_000
 _FEWEST, _MOST = 3, 6
 """How many these are."""
 _CHECKED = 8
-"""Sizes that are enough, the best by the formulas: those that the planner is asked about."""
+"""How many sizes the planner has to accept, tried in the order of the formulas."""
 _SPLITS = 24
 """Numbers of trainer ranks with which something fits that are looked at, at most."""
 
@@ -196,8 +196,8 @@ class Search:
     def _ranked(self) -> list[_Guess]:
         """Returns the best guess for each layout of the trainers and size of the engines, the fastest first.
 
-        Numbers of trainer ranks are looked at in the order of the least that they could take, until that is more than
-        what enough others take.
+        Numbers of trainer ranks are tried in the order of their lower bounds, until the bound exceeds the times of
+        enough others.
         """
         least = []
         for ranks in self._cluster.splits():
@@ -280,8 +280,8 @@ class Search:
     # The best of them, by the planner
 
     def _checked(self, ranked: list[_Guess], otherwise: list[Candidate]) -> list[Candidate]:
-        """Returns the first that fit, with their exact times, the fastest first; if none does, those given for that
-        case. Raises ConfigError if there are none of these either."""
+        """Returns the first that fit, with their exact times, the fastest first; if none does, `otherwise`. Raises
+        ConfigError if that is empty, too."""
         found, problem = [], ""
         for guess in ranked[: 8 * _CHECKED]:
             config = self._sized(guess.trainer, guess.engine, guess.engines, guess.staleness, guess.running)

@@ -95,7 +95,7 @@ class TrainedUpdate:
 
 @dataclass(frozen=True)
 class SimulatedRun:
-    """What a simulated run was like; those of the updates that survived all failures."""
+    """Results of a simulated run; only updates that survived all failures."""
 
     updates: list[TrainedUpdate]
     seconds: float
@@ -108,9 +108,9 @@ class SimulatedRun:
     sampled: float
     """Tokens, also of answers that were not trained."""
     trained: float
-    """Those of these that were trained, and whose update survived."""
+    """Sampled tokens that were trained in an update that survived."""
     under_way: float
-    """Those that would still be trained, had the simulation not ended."""
+    """Sampled tokens that would still be trained, had the simulation not ended."""
     preempted: int
     """Times that an answer had to make room for others in an engine's memory."""
     failures: Counter[str] = field(default_factory=Counter)
@@ -132,7 +132,8 @@ class SimulatedRun:
         return self._steady_s / len(self.steady)
 
     def hours(self, updates: int) -> float:
-        """Returns how long so many updates take, those that were not simulated at the pace of the last ones."""
+        """Returns the hours that `updates` updates take; updates beyond the simulation count at the pace of its last
+        ones."""
         return (self.seconds + (updates - len(self.updates)) * self.update_s) / 3600
 
     @property

@@ -115,9 +115,9 @@ def plan_memory(config: Config, hf_config: Mapping[str, Any], gpu_gib: float = 0
     `gpu_gib` is the memory of a GPU in GiB; if it is 0, unknown, nothing is checked on CUDA. With machine.shared a
     trainer rank and an engine rank divide it: the trainer takes what it needs, the engine what is left.
     trainer.recompute=auto is decided: on CPU nothing is recomputed, and without `gpu_gib` whole layers are. Raises
-    ConfigError with the figure, the limit and what to change for trainers that need more than USABLE of it, and for
-    engines whose KV cache cannot hold one answer of full length. On CPU only the latter is checked, against the
-    `memory` in bytes that all engines share (0: that of this machine).
+    ConfigError with the figure, the limit and the remedy for trainers that need more than USABLE of it, and for engines
+    whose KV cache cannot hold one answer of full length. On CPU only the latter is checked, against the `memory` in
+    bytes shared by all engines (0: this machine's).
     """
     on_cuda = config.machine.device == "cuda"
     recompute = _recompute(config, hf_config, gpu_gib)
@@ -190,8 +190,8 @@ def _trainer_too_large(config: Config, hf_config: Mapping[str, Any], found: Rank
 
 
 def _advice(config: Config, smaller: _Smaller, room: Callable[[Config], str | None]) -> str:
-    """Returns which changes give a run enough room, and how much that is; if they ask for more GPUs, also those with
-    which it fits on the same, though it is slower there or its answers are shorter. Empty if none do."""
+    """Returns the changes that make a run fit, and the memory then; if they need more GPUs, also changes to fit the
+    same ones with slower updates or shorter answers. Empty if there are none."""
 
     def first(changes: Iterable[tuple[str, Config]]) -> tuple[str, Config] | None:
         for text, changed in changes:
@@ -226,7 +226,7 @@ def _runs_with_smaller_trainers(config: Config) -> Iterator[tuple[str, Config]]:
 
 
 def _smaller_trainers(config: Config) -> Iterator[tuple[str, TrainerConfig]]:
-    """Yields trainers that need less memory, those that cost the least speed first; only the last need more GPUs."""
+    """Yields trainers that need less memory, the smallest loss of speed first; only the last need more GPUs."""
     t, longest = config.trainer, longest_row(config)
     is_long = config.is_supervised or microbatch_tokens(config) * t.cp <= longest + t.tp * t.cp
     small = replace(t, microbatch_tokens=longest)
@@ -337,8 +337,8 @@ def _too_large_to_share(
 
 
 def _smaller_pools(config: Config) -> Iterator[tuple[str, Config]]:
-    """Yields runs that need less memory: changes of the trainers, of the engines, then of both; those that need more
-    GPUs come last."""
+    """Yields runs that need less memory: changes of the trainers, of the engines, then of both; runs on more GPUs come
+    last."""
     slots = config.rollout.engines * config.rollout.tp
     made = [
         (" ".join(filter(None, (text, also))), replace(changed, trainer=trainer))

@@ -1,7 +1,7 @@
 """Estimates the activations that a trainer rank keeps for the backward pass, by counting what autograd saves.
 
-The method is that of Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models"
-(arXiv 2205.05198, Section 4), whose 34 · s · b · h bytes per layer are for GELU, dropout and as many key heads as query
+The method follows Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (arXiv
+2205.05198, Section 4). Their 34 · s · b · h bytes per layer are for GELU, dropout and equal numbers of key and query
 heads. The models here have SwiGLU, RMSNorm, grouped queries and experts instead, so the terms differ; as in the paper,
 sequence parallelism divides by tp everything that is not a whole row of tokens. The attention of trainer/attention.py
 never keeps scores.
@@ -92,9 +92,9 @@ class Layer:
 
     @property
     def _latent_attention(self) -> float:
-        """Each latent, that of keys beside what is rotated of them, and its norm, with a float32 number; queries, keys
-        and values, the latter as wide as keys, and what attention gives for them; that without the padding, and a
-        float32 normaliser for each head."""
+        """Each latent (the keys' with their rotated part) and its norm, with a float32 number; queries, keys and
+        values, padded to the width of keys, and attention's output for them; the output without padding, and a float32
+        normaliser for each head."""
         d, e = self.model.dimensions, self.element
         latents = e * (2 * (d.latent + d.query_latent) + d.rotated) + 4 * (1 + (d.query_latent > 0))
         if "core_attn" in self.modules:  # values are padded again
@@ -152,8 +152,8 @@ def microbatch_tokens(config: Config) -> int:
 
 
 def longest_row(config: Config) -> int:
-    """Returns the tokens that a micro-batch has to hold at least: those of the longest trajectory; in supervised
-    training, whose examples have any length, 1."""
+    """Returns the least number of tokens that a micro-batch has to hold: the longest trajectory's; in supervised
+    training, with examples of any length, 1."""
     return config.longest_sequence if not config.is_supervised else 1
 
 
@@ -188,8 +188,8 @@ def kept(config: Config, layer: Layer, stage: int) -> float:
 def activations(config: Config, layer: Layer, stage: int) -> int:
     """Returns the bytes that a rank of a pipeline stage holds at the peak, in the first backward pass.
 
-    That begins with the stage's last layers, of which most is kept, and ends with the first ones, of which most is made
-    again.
+    The pass begins with the stage's last layers, which keep the most, and ends with the first ones, which recompute the
+    most.
     """
     recomputed = _of_layers(config, layer, stage)
     begins, ends = layer.again(recomputed[-1]), layer.again(recomputed[0])

@@ -11,9 +11,9 @@ CONTEXT = GIB
 COMMUNICATOR = 128 * 2**20
 """An NCCL communicator: 16 channels that send from and receive into NCCL_BUFFSIZE = 4 MiB each. Also an allowance."""
 LINK = 64 * 2**20
-"""NCCL's communicator of a link, without its connections. It runs on four channels (_BLOCKS in carriers/nccl.py), for
-which NCCL keeps 16 steps of up to 512 KiB each in a buffer that all peers on other nodes share: 32 MiB; as much again
-for its queues and for what is rounded up. An allowance: it has not been measured."""
+"""NCCL's communicator of a link, without its connections. It runs on four channels (_BLOCKS in carriers/nccl.py), and
+NCCL keeps 16 steps of up to 512 KiB for each in a buffer shared by all peers on other nodes: 32 MiB; as much again for
+its queues and for rounding. An allowance: it has not been measured."""
 PEER = 16 * 2**20
 """A connection of such a communicator to another rank: NCCL_BUFFSIZE = 4 MiB for each channel. Peers on other nodes
 need less, since they share. Also an allowance."""

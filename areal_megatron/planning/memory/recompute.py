@@ -16,7 +16,7 @@ Fits = Callable[[Config], bool]
 
 @dataclass(frozen=True)
 class Recompute:
-    """What the backward pass recomputes, and what that costs."""
+    """What the backward pass recomputes, and its cost."""
 
     recompute: str
     """trainer.recompute, decided."""
@@ -95,8 +95,8 @@ def flops_ratio(config: Config, hf_config: Mapping[str, Any], tokens: int) -> fl
 
 
 def decide(config: Config, hf_config: Mapping[str, Any], fits: Fits) -> Recompute:
-    """Returns the recomputation that costs the least of those with which a run fits; full if it fits with none.
-    `fits` says whether a config that is not `auto` does."""
+    """Returns the cheapest recomputation with which a run fits; full if it fits with none. `fits` decides this for a
+    config other than `auto`."""
     layers = _chunk_layers(config, hf_config)
     steps = [with_recompute(config, "none")]
     for what in ("elementwise", "mlp", "full"):  # each frees more memory, and costs more, than the one before

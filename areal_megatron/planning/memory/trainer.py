@@ -213,7 +213,8 @@ def _sending(
 
 
 def published_memory(config: Config, hf_config: Mapping[str, Any], on_cuda: bool) -> int:
-    """Returns the bytes of the host's memory in which the trainer rank that sends most keeps what it published last."""
+    """Returns the bytes of host memory in which the busiest sender among the trainer ranks keeps its last published
+    weights."""
     traffic, sizes = weight_traffic(config, hf_config), MegatronSizes.of(config.trainer)
     if traffic is None:
         return 0
