@@ -28,6 +28,7 @@ _ALWAYS = {
 }
 _IF_CHANGED = {"trainer": ("cp", "vpp", "ep", "etp"), "rollout": (), "reshard": ("staging",), "checkpoint": ("every",)}
 """Keys that are written if they differ from the default, or from what the config has."""
+_MUCH = 2.0
 _NEEDS_BEST = ("gpu", "max_staleness", "mtbf_hours", "median", "lengths_of")
 
 
@@ -80,6 +81,13 @@ def text(config: Config, found: Found, gib: float) -> str:
     else:
         lines.append(f"# as it is: not on this cluster: {found.own_problem}")
     return "\n".join(lines)
+
+
+def slow(found: Found) -> Iterator[str]:
+    """Yields a line if the config's own sizes are _MUCH slower than the best."""
+    own, best = found.own, found.proposals[0]
+    if own and (times := best.run.tokens_per_s / own.run.tokens_per_s) >= _MUCH:
+        yield f"as it is the run would take {times:.1f} times as long as with proposal 1, on the same GPUs"
 
 
 def yaml_lines(proposed: Config, config: Config) -> Iterator[str]:

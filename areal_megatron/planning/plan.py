@@ -19,8 +19,9 @@ from areal_megatron.config import Config, ConfigError, config_file
 from areal_megatron.config.algorithms import PUBLISHED
 from areal_megatron.hub import hub
 from areal_megatron.model_check import check_model, trained_config
-from areal_megatron.planning.best import add_best, check_alone, report, search, text
+from areal_megatron.planning.best import add_best, check_alone, report, search, slow, text
 from areal_megatron.planning.memory import MemoryPlan, plan_memory
+from areal_megatron.planning.memory.engine import crowded
 from areal_megatron.planning.memory.parts import GIB
 from areal_megatron.planning.option_check import check_for_device, check_options, uncounted
 from areal_megatron.planning.pools import Node, Placement, allocate
@@ -31,6 +32,8 @@ from areal_megatron.reward import function
 from areal_megatron.run.arguments import Parser
 from areal_megatron.workflows import workflow
 
+ASK_BEST = "whether other sizes are faster on these GPUs: areal plan … --best --gpu h100"
+
 
 @dataclass(frozen=True)
 class ClusterPlan:
@@ -39,7 +42,8 @@ class ClusterPlan:
     warnings: Sequence[str] = ()
     """A line each on what works, but slowly or badly."""
 
-    def table(self) -> str:
+    def table(self, searched: bool = False) -> str:
+        """Returns the plan for people; `searched`: whether its sizes are those of `areal plan --best`."""
         lines = [self.placement.table(), "", self.memory.table()]
         most = max(Counter(rank.node for rank in self.placement.pool("trainer")).values())
         on_host = {"optimizer.on_host": self.memory.host}
@@ -51,6 +55,8 @@ class ClusterPlan:
             for key, size in on_host.items()
             if size
         ]
+        if self.memory.engine and self.memory.gpu_gib and not self.memory.shared and not searched:
+            lines += [ASK_BEST]
         return "\n".join(lines)
 
     def report(self) -> dict[str, Any]:
@@ -86,8 +92,9 @@ def plan(
     _check_link(config)
     check_model(config, weights)
     check_for_device(config)
-    said = (_spread(config, placement), _sudden_steps(config), _unusual_clip(config), *uncounted(config))
     memory = plan_memory(config, trained_config(config), gpu_gib)
+    said = (_spread(config, placement), _sudden_steps(config), _unusual_clip(config), *uncounted(config))
+    said += (_crowded(config, memory),)
     return ClusterPlan(placement, memory, [line for line in said if line])
 
 
@@ -109,6 +116,12 @@ def _unusual_clip(config: Config) -> str:
         if value < 1 and not 0.1 <= value / published <= 10:
             return f"ppo.{name}: {value:g}, where {algorithm} is published with {published:g}, its default"
     return ""
+
+
+def _crowded(config: Config, memory: MemoryPlan) -> str:
+    size = memory.engine.of("KV cache") if memory.engine else 0
+    on_cuda = config.machine.device == "cuda"
+    return crowded(config, trained_config(config), size, on_cuda) if size else ""
 
 
 def _spread(config: Config, placement: Placement) -> str:
@@ -162,8 +175,8 @@ def main(arguments: list[str] | None = None) -> int:
             print(text(config, found, sizes.gpu_gib), end="\n\n")
             config = found.proposals[0].config
         planned = plan(config, sizes.place(config), gpu_gib=sizes.gpu_gib, weights=False)
-        print(planned.table())
-        for warning in [*planned.warnings, *check_options(config, python={})]:
+        print(planned.table(searched=options.best))
+        for warning in [*planned.warnings, *check_options(config, python={}), *(slow(found) if found else ())]:
             print(f"warning: {warning}", file=sys.stderr)
         if options.json:
             write_json(options.json, planned.report() | (report(found) if found else {}))

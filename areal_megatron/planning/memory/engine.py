@@ -82,6 +82,22 @@ def kv_tokens(config: Config, hf_config: Mapping[str, Any], size: int, on_cuda: 
     return max(size, 0) // (kv_cache.bytes_per_token(config, hf_config) * block) * block
 
 
+def crowded(config: Config, hf_config: Mapping[str, Any], size: int, on_cuda: bool) -> str:
+    """Returns a line on a KV cache of `size` bytes of a rank that holds fewer than rollout.max_running answers even
+    while they have an eighth of their longest; else "". That is what they have on average, half written, if a whole
+    one takes a quarter of its limit."""
+    running, longest = config.rollout.max_running, config.longest_sequence
+    tokens, eighth = kv_tokens(config, hf_config, size, on_cuda), max(longest // 8, 1)
+    if tokens >= running * eighth:
+        return ""
+    streamed = ", reshard.staging=streamed" if on_cuda and config.reshard.staging != "streamed" else ""
+    return (
+        f"rollout.max_running: {running}, but the KV cache of an engine holds {tokens / longest:,.1f} answers of "
+        f"{longest:,} tokens, {tokens // eighth:,} of {eighth:,}: others wait, or are begun again; take a smaller "
+        f"number, a larger rollout.tp{streamed} or shorter answers"
+    )
+
+
 def _kv_note(config: Config, hf_config: Mapping[str, Any], size: int, on_cuda: bool) -> str:
     tokens, longest = kv_tokens(config, hf_config, size, on_cuda), config.longest_sequence
     return (

@@ -418,6 +418,34 @@ def test_ranks_of_one_row_on_several_nodes_are_told(capsys, monkeypatch):
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        ([], ""),
+        (["rollout.max_running=500"], ""),
+        (
+            ["rollout.max_running=5000"],
+            r"5000, but the KV cache of an engine holds \d+\.\d answers of .*staging=streamed",
+        ),
+        (
+            ["rollout.vllm.kv_cache_memory_bytes=4000000000"],
+            r"64, but the KV cache of an engine holds 4\.\d answers ",
+        ),
+        (
+            ["rollout.vllm.kv_cache_memory_bytes=4000000000", "reshard.staging=streamed"],
+            r"a larger rollout.tp or shorter answers$",
+        ),
+        (["mode=sft"], ""),
+    ],
+)
+def test_caches_for_fewer_answers_than_may_run_are_told(capsys, monkeypatch, overrides, told):
+    monkeypatch.chdir(ROOT)
+    assert plan.main([*CLUSTER, *overrides]) == 0
+    said = capsys.readouterr().err
+    assert said.count("\n") == bool(told)
+    assert not told or re.search(rf"^warning: rollout\.max_running: .*{told}", said.strip()), said
+
+
 def test_a_rate_that_contradicts_adams_epsilon_is_told(capsys, monkeypatch):
     """By default an element with a small gradient moves by a part of the rate only."""
     monkeypatch.chdir(ROOT)

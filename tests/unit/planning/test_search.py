@@ -13,15 +13,16 @@ import pytest
 import yaml
 
 from areal_megatron.config import ConfigError, config_file
+from areal_megatron.planning.best import slow
 from areal_megatron.planning.forecast.accelerators import accelerator
 from areal_megatron.planning.forecast.checkpoint_interval import checkpoint_interval, updates_between
 from areal_megatron.planning.forecast.layouts import Cluster
 from areal_megatron.planning.forecast.lengths import LognormalLengths
 from areal_megatron.planning.forecast.pace import BatchLengths, draw_batches, pace
-from areal_megatron.planning.forecast.search import Search, SearchBounds, ordered
+from areal_megatron.planning.forecast.search import Found, Search, SearchBounds, ordered
 from areal_megatron.planning.forecast.simulator import Circumstances, Simulator
 from areal_megatron.planning.forecast.times import times_of
-from areal_megatron.planning.plan import main, plan
+from areal_megatron.planning.plan import ASK_BEST, main, plan
 from areal_megatron.planning.pools import Node, allocate
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -81,7 +82,7 @@ def test_pasted_lines_give_the_plan_that_was_printed(printed, tmp_path, capsys):
     pasted(arguments, first, tmp_path / "pasted.yaml")
     given = [str(tmp_path / "pasted.yaml"), *arguments[1:3], "--nodes", "2", "--gpus", "8", "--gpu-gb", "80"]
     assert main(given) == 0
-    assert capsys.readouterr().out.strip() == planned.strip()
+    assert capsys.readouterr().out.strip() == f"{planned.strip()}\n{ASK_BEST}"
 
 
 def test_every_proposal_fits_by_the_planner_and_says_what_binds(printed, tmp_path):
@@ -138,6 +139,17 @@ def test_less_staleness_comes_first_where_more_gains_nothing():
         for each in ordered([proposed(900, 0), proposed(1000, 8), proposed(995, 4), proposed(996, 4), proposed(980, 2)])
     ]
     assert found == [(996, 4), (995, 4), (1000, 8), (980, 2), (900, 0)]
+
+
+def test_sizes_that_are_much_slower_than_the_best_are_told():
+    def found(best, own):
+        best, own = (SimpleNamespace(run=SimpleNamespace(tokens_per_s=speed)) for speed in (best, own))
+        return Found([best], own, "")
+
+    assert list(slow(found(1999, 1000))) == list(slow(replace(found(2, 1), own=None))) == []
+    assert list(slow(found(7040, 1000))) == [
+        "as it is the run would take 7.0 times as long as with proposal 1, on the same GPUs"
+    ]
 
 
 def test_the_staleness_bound_holds():
