@@ -31,7 +31,7 @@ import contextlib
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -40,7 +40,7 @@ from torch import Tensor
 
 from areal_megatron.process.errors import first_line
 from areal_megatron.reshard.carriers import carrier_of
-from areal_megatron.reshard.carriers.base import Deadline, LinkEnd, LinkError, Members, Work
+from areal_megatron.reshard.carriers.base import Deadline, LinkEnd, LinkError, Members
 from areal_megatron.reshard.messages import Library
 from areal_megatron.reshard.plan import Bucket
 
@@ -232,7 +232,7 @@ class Link:
         self._told[peer] += 1
         return _FIRST_TAG + self._told[peer]
 
-    def _post(self, peer: int, what: str, issue: Callable[[], Work], deadline: Deadline) -> Message:
+    def _post(self, peer: int, what: str, issue: Callable[[], Any], deadline: Deadline) -> Message:
         """Issues a message to or from `peer` as soon as earlier ones leave room for it."""
         posted = self._under_way[self.carrier.queue(peer)]
         while posted and (posted[0].is_over or len(posted) >= self.carrier.most_under_way):
@@ -244,7 +244,7 @@ class Link:
 class Message:
     """A message that is on its way, sent or received. Raises LinkError if it cannot be issued."""
 
-    def __init__(self, link: Link, what: str, issue: Callable[[], Work]):
+    def __init__(self, link: Link, what: str, issue: Callable[[], Any]):
         self._what, self._carrier = f"{link.name}: {what}", link.carrier
         self.is_over = False
         """Whether `wait` has returned."""

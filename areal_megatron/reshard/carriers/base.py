@@ -1,18 +1,9 @@
 """What carries the messages of a link: the interface that each file of this folder implements once.
 
-A carrier belongs to one rank, and to one generation of its link. The link (transport.py) calls it in this order:
-
-| method | when |
-|---|---|
-| `keys` | at once, on every rank of both sides |
-| `serve` | on trainer rank 0 |
-| `join` | on each member: the ranks that exchange messages |
-| `meet` | before the messages of each update |
-| `send`, `receive`, `wait` | for each message, on the link's stream |
-| `abort` or `close` | at the end |
-
-A further carrier is a subclass in a file of its own, a line of `CARRIERS` (__init__.py), and a name that `reshard.link`
-may have.
+A carrier belongs to one rank, and to one generation of its link. The link (transport.py) asks it for the keys at once,
+on trainer rank 0 to serve them, and on the ranks that exchange messages to join, to meet before each update, and to
+carry messages, on the link's stream. A further carrier is a subclass in a file of its own, a line of `CARRIERS`
+(__init__.py), and a name that `reshard.link` may have.
 """
 
 from __future__ import annotations
@@ -24,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from math import inf
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -125,20 +116,15 @@ class Members:
         return f"trainer rank {self.senders[member]}" if sends else f"engine rank {member - len(self.senders)}"
 
 
-class Work(Protocol):
-    """A message that was issued, like torch's Work."""
-
-    def is_completed(self) -> bool: ...
-
-    def wait(self, timeout: timedelta) -> Any:
-        """Returns when the tensor may be used again. Raises RuntimeError, also at the timeout."""
-
-
 class Carrier(ABC):
-    """Carries the messages of one rank. `send`, `receive` and `wait` raise RuntimeError, after which it is unusable."""
+    """Carries the messages of one rank. `send`, `receive` and `wait` raise RuntimeError, after which it is unusable.
+
+    `group` is a process group, or sends and receives like one; `join` or `meet` sets it.
+    """
 
     most_under_way: float = inf
     """How many messages of one queue may be on their way."""
+    group: Any = None
 
     def __init__(self, end: LinkEnd):
         self.end = end
@@ -171,15 +157,15 @@ class Carrier(ABC):
         """Returns which messages are in one queue with those to or from `peer`."""
         return peer
 
-    @abstractmethod
-    def send(self, flat: Tensor, peer: int, tag: int) -> Work:
-        """Sends a flat tensor, which must not change before the end of `wait`."""
+    def send(self, flat: Tensor, peer: int, tag: int) -> Any:
+        """Sends a flat tensor, which must not change before the end of `wait`. Returns what `wait` takes."""
+        return self.group.send([flat], peer, tag)
 
-    @abstractmethod
-    def receive(self, flat: Tensor, peer: int, tag: int) -> Work:
+    def receive(self, flat: Tensor, peer: int, tag: int) -> Any:
         """Receives into a flat tensor, by the end of `wait`; on a device, by that of its stream."""
+        return self.group.recv([flat], peer, tag)
 
-    def wait(self, work: Work, deadline: Deadline) -> None:
+    def wait(self, work: Any, deadline: Deadline) -> None:
         """Returns when the tensor of `send` or `receive` may be used again."""
         work.wait(deadline.left)
 

@@ -7,9 +7,8 @@ import os
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch import Tensor
 
-from areal_megatron.reshard.carriers.base import Carrier, Members, Work
+from areal_megatron.reshard.carriers.base import Carrier, Members
 
 TRIES = 5
 """How often gloo waits for a peer that does not connect before it gives up."""
@@ -21,13 +20,7 @@ class Gloo(Carrier):
     library = "gloo"
 
     def join(self, keys: dist.Store, members: Members, member: int) -> None:
-        self._group = group(dist.PrefixStore("pairs", keys), member, len(members), self.end.timeout_s)
-
-    def send(self, flat: Tensor, peer: int, tag: int) -> Work:
-        return self._group.send([flat], peer, tag)
-
-    def receive(self, flat: Tensor, peer: int, tag: int) -> Work:
-        return self._group.recv([flat], peer, tag)
+        self.group = group(dist.PrefixStore("pairs", keys), member, len(members), self.end.timeout_s)
 
 
 def group(store: dist.Store, member: int, members: int, timeout_s: float) -> dist.Backend:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from areal_megatron.reshard.carriers.base import Carrier, Deadline, LinkEnd, Work
+from areal_megatron.reshard.carriers.base import Carrier, Deadline, LinkEnd
 from areal_megatron.reshard.carriers.gloo import Gloo
 from areal_megatron.reshard.carriers.tls import Tls
 from areal_megatron.reshard.copies import settle
@@ -19,7 +19,7 @@ WIRES = 2
 
 
 class _Copied(NamedTuple):
-    work: Work
+    work: Any
     deliver: Callable[[], object] = lambda: None
     """Copies what was received to its place, on the current stream."""
 

@@ -18,10 +18,9 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from areal_megatron.process.errors import first_line
-from areal_megatron.reshard.carriers.base import Carrier, Deadline, LinkEnd, LinkError, Members, Work
+from areal_megatron.reshard.carriers.base import Carrier, Deadline, LinkError, Members
 
 SETTINGS = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
@@ -44,10 +43,6 @@ class Nccl(Carrier):
 
     most_under_way = 1
 
-    def __init__(self, end: LinkEnd):
-        super().__init__(end)
-        self._group: dist.Backend | None = None
-
     @property
     def library(self) -> str:
         return library()
@@ -61,29 +56,23 @@ class Nccl(Carrier):
         What torch would wait for in the store without a deadline, and with every other link of the process waiting
         behind it, is waited for here by `wait`.
         """
-        if self._group:
+        if self.group:
             return
         self._keys.set(f"member/{self._member}", "")
         wait({f"member/{number}": f"member {number} to connect" for number in range(self._members)})
         self._pairs = _PolledStore(
             dist.PrefixStore("pairs", self._keys), lambda key: wait({f"pairs/{key}": f"NCCL's {key} of member 0"})
         )
-        self._group = _group(self._pairs, self._member, self._members, self.end.timeout_s)
+        self.group = _group(self._pairs, self._member, self._members, self.end.timeout_s)
         try:
-            self._group.eager_connect_single_device(self.end.device)
+            self.group.eager_connect_single_device(self.end.device)
         except RuntimeError as e:
             raise LinkError(f"{self.end.name}: cannot connect over NCCL: {first_line(e)}") from None
 
     def queue(self, peer: int) -> int:
         return 0
 
-    def send(self, flat: Tensor, peer: int, tag: int) -> Work:
-        return self._group.send([flat], peer, tag)
-
-    def receive(self, flat: Tensor, peer: int, tag: int) -> Work:
-        return self._group.recv([flat], peer, tag)
-
-    def wait(self, work: Work, deadline: Deadline) -> None:
+    def wait(self, work: dist.Work, deadline: Deadline) -> None:
         # torch's wait puts one into the GPU's queues first, which holds up what comes after it there until the message
         # has arrived.
         while not work.is_completed() and not deadline.passed:
@@ -91,9 +80,9 @@ class Nccl(Carrier):
         work.wait(deadline.left)
 
     def abort(self) -> None:
-        if self._group:
+        if self.group:
             with contextlib.suppress(RuntimeError):  # the group may have failed already
-                self._group.abort()
+                self.group.abort()
 
 
 def library() -> str:

@@ -7,9 +7,8 @@ import time
 from collections.abc import Callable
 
 import torch.distributed as dist
-from torch import Tensor
 
-from areal_megatron.reshard.carriers.base import Carrier, LinkEnd, Members, Work
+from areal_megatron.reshard.carriers.base import Carrier, LinkEnd, Members
 from areal_megatron.reshard.carriers.streams import KEYS, Dialer, Listener, RemoteKeys, Stream, Streams, serve_keys
 
 
@@ -43,14 +42,8 @@ class Tls(Carrier):
 
     def join(self, keys: dist.Store | RemoteKeys, members: Members, member: int) -> None:
         self._members, self._member = members, member
-        self._streams = Streams(self._open, self.end.timeout_s)
-        self._ends.append(self._streams)
-
-    def send(self, flat: Tensor, peer: int, tag: int) -> Work:
-        return self._streams.send([flat], peer, tag)
-
-    def receive(self, flat: Tensor, peer: int, tag: int) -> Work:
-        return self._streams.recv([flat], peer, tag)
+        self.group = Streams(self._open, self.end.timeout_s)
+        self._ends.append(self.group)
 
     def close(self) -> None:
         for each in (*self._served, *self._ends):
