@@ -82,9 +82,9 @@ def mpi_run(tmp_path):
 @pytest.mark.timeout(900)
 def test_trains_over_two_pools_and_a_dead_child_does_not_abort_the_world(mpi_run, world, tmp_path):
     """A trainer rank is killed; the slots stay, restart everything, and the run ends as if nothing had happened."""
-    changes = {"updates": 12, "checkpoint.every": 1, "trainer.pp": 2, "rollout.engines": 2, "rollout.max_staleness": 2}
+    changes = {"updates": 6, "checkpoint.every": 1, "trainer.pp": 2, "held_out": 4, "rollout.max_staleness": 2}
     marked = f"--python=rollout=env OWN_PYTHON=engines {sys.executable}"
-    started, run = mpi_run("run", 4, "--restarts=1", marked, *small(world, **changes)), Run(tmp_path / "run")
+    started, run = mpi_run("run", 3, "--restarts=1", marked, *small(world, **changes)), Run(tmp_path / "run")
     deadline = time.monotonic() + 300
     while not run.metrics.exists() or sum(line["kind"] == "update" for line in read_metrics(run)) < 2:
         assert started.process.poll() is None and time.monotonic() < deadline, started.output
@@ -98,7 +98,7 @@ def test_trains_over_two_pools_and_a_dead_child_does_not_abort_the_world(mpi_run
     victim.send_signal(signal.SIGKILL)
     assert started.process.wait(400) == 0, started.output
     assert "trainer-1 was killed by SIGKILL" in started.output and "resuming from" in started.output
-    assert [line["version"] for line in read_metrics(run) if line["kind"] == "update"] == list(range(1, 13))
+    assert [line["version"] for line in read_metrics(run) if line["kind"] == "update"] == list(range(1, 7))
     assert audit(run) == []
     assert not left_over(members)
 
