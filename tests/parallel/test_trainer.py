@@ -57,20 +57,24 @@ CASES = {
     ],
     "cp2-and-others": [
         ("qwen2", {"cp": 2, "tp": 2}),
-        ("qwen3", {"cp": 2, "dp": 2}),
         ("llama", {"cp": 2, "pp": 2}),
-        ("qwen2", {"cp": 2, "pp": 2, "vpp": 2}),
         ("qwen3_moe", {"cp": 2, "dp": 2, "ep": 4}),
-        ("qwen3_moe", {"cp": 2, "tp": 2, "ep": 2}),
-        ("qwen3_balanced", {"cp": 2, "tp": 2}),
         ("qwen3", {"cp": 4}),
     ],
+    "cp2-and-the-rest": [
+        ("qwen3", {"cp": 2, "dp": 2}),
+        ("qwen2", {"cp": 2, "pp": 2, "vpp": 2}),
+        ("qwen3_moe", {"cp": 2, "tp": 2, "ep": 2}),
+        ("qwen3_balanced", {"cp": 2, "tp": 2}),
+    ],
     "experts-on-4-ranks": [
-        ("qwen3_moe", {"tp": 2, "dp": 2, "ep": 2}),
         ("qwen3_moe", {"tp": 2, "dp": 2, "ep": 2, "etp": 1}),
         ("qwen3_moe", {"tp": 2, "pp": 2, "vpp": 2}),
-        ("qwen3_balanced", {"tp": 2, "pp": 2}),
         ("qwen3", {"tp": 4}),  # more ranks than KV heads
+    ],
+    "slices-of-experts-on-4-ranks": [
+        ("qwen3_moe", {"tp": 2, "dp": 2, "ep": 2}),
+        ("qwen3_balanced", {"tp": 2, "pp": 2}),
     ],
 }
 """Models and layouts that the same ranks try in turn, since starting ranks takes longer than trying one."""
@@ -84,9 +88,11 @@ SOAKED = (
     "dp2",
     "cp2",
     "experts-on-2-ranks",
+    "cp2-and-the-rest",
+    "slices-of-experts-on-4-ranks",
 )
-"""Layouts that other cases have on 4 ranks, too; each family on one rank, and its shards in test_convert.py, are tested
-always."""
+"""Layouts that other cases have, on 4 ranks or each part of them beside another part; each family on one rank, and its
+shards in test_convert.py, are tested always."""
 
 VARIANTS = {
     "run-corrected-tokens": {
