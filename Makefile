@@ -1,5 +1,6 @@
 # make demo: train a tiny model from scratch · make demo-llm: train a real chat model of 135M
-# make test: every test this machine can run · make soak: full counts · make docs: README.md and docs/ as pages in site/
+# make unit: the unit tests alone · make test: every test this machine can run · make soak: full counts
+# make docs: README.md and docs/ as pages in site/
 # What tools/setup_environment.sh finds by itself: the Python of .venv, cpu or gpu, and an index with the CPU build of torch.
 PYTHON ?=
 DEVICE ?=
@@ -8,7 +9,7 @@ TORCH_INDEX ?=
 PY := .venv/bin/python
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: asked setup demo demo-llm docs test soak lint clean
+.PHONY: asked setup demo demo-llm docs unit test soak lint clean
 setup: .venv/.installed
 
 .venv/.installed: requirements-cpu.lock requirements-gpu.lock setup.py pyproject.toml tools/setup_environment.sh \
@@ -32,8 +33,12 @@ docs: .venv/.test-packages
 	@$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r requirements-test.lock
 	@touch $@
 
+PYTEST := $(PY) -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not soak and not gpu"
+unit: .venv/.test-packages
+	$(PYTEST) tests/unit
+
 test: .venv/.test-packages lint
-	$(PY) -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not soak and not gpu"
+	$(PYTEST)
 
 soak: .venv/.test-packages
 	$(PY) -m pytest -m "soak"
