@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import hashlib
 import importlib
+import inspect
 import sys
 import sysconfig
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -62,3 +64,14 @@ def _imported(tree: ast.Module, place: list[str]) -> Iterator[str]:
             module = ".".join([*(place[: -node.level] if node.level else []), *filter(None, [node.module])])
             yield module
             yield from (f"{module}.{one.name}".lstrip(".") for one in node.names)
+
+
+def place_of(error: BaseException, function: Callable) -> str:
+    """Returns `file:line` of the user's code at fault: the last line in the file of `function` that an error passed, or
+    where it was raised; `function` itself if it was raised by none of both, but by who looked at what it returned."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if code and frame.filename == code.co_filename]
+    if own:
+        return f"{own[-1].filename}:{own[-1].lineno}"
+    return f"{code.co_filename}:{code.co_firstlineno}" if code else f"{frames[-1].filename}:{frames[-1].lineno}"

@@ -8,15 +8,12 @@ functions print goes to stderr.
 from __future__ import annotations
 
 import ctypes
-import inspect
 import os
 import resource
 import signal
 import struct
 import sys
 import time
-import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -24,6 +21,7 @@ import msgspec
 import numpy as np
 
 from areal_megatron.config import ConfigError
+from areal_megatron.config.user_function import place_of
 from areal_megatron.data.boxed import last_boxed
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.process.shown import guard
@@ -169,7 +167,7 @@ def serve(
         except Exception as e:  # the function is the user's
             asked = group_function if isinstance(request, AnswerGroup) else function
             raised = isinstance(e, MISTAKES)
-            bug = _place(e, asked) if raised or isinstance(e, WrongResult) else ""
+            bug = place_of(e, asked) if raised or isinstance(e, WrongResult) else ""
             return Scored(problem=_problem(e, request.where), last=isinstance(e, MemoryError), bug=bug, raised=raised)
 
     try:
@@ -197,15 +195,6 @@ def _problem(error: Exception, where: str) -> str:
     text = " ".join(str(error)[:_LONGEST_PROBLEM].split()).encode(errors="backslashreplace").decode()
     kind = "" if isinstance(error, WrongResult) else f"{type(error).__name__}: "
     return f"{where}: {kind}{text}" if where else f"{kind}{text}"
-
-
-def _place(error: Exception, function: Callable) -> str:
-    """Returns `file:line` of the code that raised an error, or of the function with an invalid result."""
-    if isinstance(error, WrongResult):
-        code = getattr(inspect.unwrap(function), "__code__", None)
-        return f"{code.co_filename}:{code.co_firstlineno}" if code else repr(function)
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{last.filename}:{last.lineno}"
 
 
 def _limit_memory() -> int:

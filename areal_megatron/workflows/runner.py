@@ -129,7 +129,7 @@ class EpisodeRunner:
     async def _score_of(self, episode: Episode) -> float | None:
         """Returns what the workflow returns. Raises what it raises, and TimeoutError if it is idle for too long."""
         limit = self._config.rollout.workflow_timeout_s
-        task = asyncio.ensure_future(_without_exit(self._workflow.run(episode)))
+        task = asyncio.ensure_future(without_exit(self._workflow.run(episode)))
         try:
             while not (await asyncio.wait({task}, timeout=max(limit - episode.idle_s, limit / 10)))[0]:
                 if episode.idle_s > limit:
@@ -170,7 +170,8 @@ def runner_of(config: Config, tokenizer: Tokenizer, scorer: Scorer) -> SingleTur
     return EpisodeRunner(config, workflow, tokenizer, scorer) if workflow else SingleTurn(scorer)
 
 
-async def _without_exit(running) -> float | None:
+async def without_exit(running) -> float | None:
+    """Returns what a workflow returns. Raises what it raises, and RuntimeError if it calls `exit`."""
     try:
         return await running
     except SystemExit as e:  # would end the controller

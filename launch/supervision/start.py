@@ -39,6 +39,7 @@ from areal_megatron.reward.trial import try_rewards
 from areal_megatron.run import descriptors, versions
 from areal_megatron.run.arguments import Parser
 from areal_megatron.run.folder import Run
+from areal_megatron.workflows.trial import try_workflows
 from areal_megatron.workflows.workflow import check_workflow
 
 POOLS = ("trainer", "rollout", "controller")
@@ -285,6 +286,7 @@ def check_input(config: Config, weights: bool = True) -> Sequence[Member]:
         check_workflow(own)
     if config.mode == "rl":
         try_rewards(config, members, lambda line: print(line, file=sys.stderr))
+        try_workflows(config, members, lambda line: print(line, file=sys.stderr))
     return members
 
 

@@ -1,0 +1,98 @@
+"""The process in which a workflow is tried (trial.py): `python -m areal_megatron.workflows.trial_process`.
+
+Reads what it is asked on stdin, and writes what is wrong with the workflow on stdout, both as JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from areal_megatron.config.user_function import place_of
+from areal_megatron.data.tokenizer import Tokenizer
+from areal_megatron.engine.client import Completion
+from areal_megatron.process.errors import first_cause, printable
+from areal_megatron.process.shown import guard
+from areal_megatron.reward.function import WrongResult, checked
+from areal_megatron.reward.no_score import RewardFailed
+from areal_megatron.reward.worker import MISTAKES, Answer, Scored
+from areal_megatron.workflows.episode import Episode, EpisodeOver, EpisodeSpec, RunResources
+from areal_megatron.workflows.openai_endpoint import OpenAIEndpoint
+from areal_megatron.workflows.runner import without_exit
+from areal_megatron.workflows.sampling import Sampling
+from areal_megatron.workflows.scoring import Scorer
+from areal_megatron.workflows.trial import TrialAsked, TrialFound
+from areal_megatron.workflows.workflow import load_workflow
+
+WRONG = "I do not know."
+
+
+class _Engine:
+    """The client of an engine that samples the same answer each time."""
+
+    name = "the engine of the trial"
+
+    def __init__(self, tokens: Sequence[int]):
+        self._tokens = np.array(tokens, np.int32)
+
+    async def generate(self, prompt: Sequence[int], *, n: int, max_tokens: int, **_) -> list[Completion]:
+        tokens = self._tokens[:max_tokens]
+        reason = "stop" if len(tokens) == len(self._tokens) else "length"
+        return [Completion(tokens, np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32), reason)] * n
+
+
+class _Judge:
+    """In the place of reward workers."""
+
+    async def judge(self, answers: Sequence[Answer]) -> list[Scored]:
+        return [Scored(float(answer.response == answer.answer)) for answer in answers]
+
+
+async def tried(asked: TrialAsked) -> TrialFound:
+    config, prompt = asked.config, asked.prompt
+    workflow, tokenizer = load_workflow(config.rollout), Tokenizer(config.model.path)
+    endpoint = OpenAIEndpoint(tokenizer)
+    scorer = Scorer(config.reward, _Judge(), config.rollout.max_new_tokens)
+    resources = RunResources(config, tokenizer, scorer, endpoint.serve, workflow.turns)
+    try:
+        for number, text in enumerate((prompt.answer, WRONG)):
+            (tokens,) = tokenizer.responses([text])
+            sampling = Sampling(_Engine(tokens), config.rollout, tokenizer.stop_tokens, None)
+            episode = Episode(resources, sampling, EpisodeSpec(prompt, 0, f"trial-{number}", 0, "train"))
+            try:
+                async with asyncio.timeout(asked.patience_s):
+                    result = await without_exit(workflow.run(episode))
+                if result is not None:
+                    checked(result)
+            except (EpisodeOver, RewardFailed):
+                continue
+            except TimeoutError:
+                return TrialFound(f"it has not ended within {asked.patience_s:g} s")
+            except Exception as e:  # the workflow is the user's
+                cause = first_cause(e)
+                bug = place_of(cause, workflow.run) if isinstance(cause, (*MISTAKES, WrongResult)) else ""
+                return TrialFound(f"{type(cause).__name__}: {printable(str(cause), 500)}", bug)
+            if not episode.answers:
+                return TrialFound("it ended without an answer of the model")
+    finally:
+        await endpoint.close()
+    return TrialFound()
+
+
+def main() -> None:
+    guard()
+    reply = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what the workflow prints
+    found = asyncio.run(tried(msgspec.json.decode(sys.stdin.buffer.read(), type=TrialAsked)))
+    reply.write(msgspec.json.encode(found))
+    reply.flush()
+    os._exit(0)  # threads of the workflow's may go on
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""Mistakes of a workflow, found before a run without an engine."""
+
+import asyncio
+import os
+import sys
+from dataclasses import replace
+
+import pytest
+
+from areal_megatron.config import ConfigError
+from areal_megatron.workflows import trial_process
+from areal_megatron.workflows.trial import TrialAsked, try_workflows
+from tests.support.chat_world import World
+
+FUNCTIONS = """
+import asyncio, os, re, aiohttp
+async def right(episode):
+    for _ in range(episode.turns):
+        await episode.sample()
+        if (await episode.score()).score == 1: return 1.0
+        episode.say("again")
+    return 0.0
+async def none(episode):
+    print("one", flush=True)
+    await episode.sample()
+async def agent(episode):
+    async with episode.openai() as api, aiohttp.ClientSession() as client:
+        body = {"model": "policy", "messages": [{"role": "user", "content": "hi?"}]}
+        key = {"Authorization": "Bearer " + api.key}
+        async with client.post(api.url + "/chat/completions", json=body, headers=key) as r:
+            said = (await r.json())["choices"][0]["message"]["content"]
+    if said not in ("right", "I do not know."): raise TypeError(said)
+    return float(said == episode.prompt.answer)
+async def matches(episode):
+    return float(re.match("rig", await episode.sample()).end() == 3)
+async def calls(episode): await episode.sample(1)
+async def says(episode):
+    await episode.sample()
+    episode.say(3)
+async def imports(episode): import nowhere
+async def grouped(episode):
+    async with asyncio.TaskGroup() as g: g.create_task(calls(episode))
+async def text(episode):
+    await episode.sample()
+    return "right"
+async def parses(episode): return int(await episode.sample())
+async def silent(episode): return 1.0
+async def exits(episode): exit(3)
+async def dies(episode): os._exit(3)
+async def hangs(episode): await asyncio.sleep(1000)
+"""
+MISTAKES = {
+    "matches": "AttributeError: 'NoneType' object has no attribute 'end'",
+    "calls": "TypeError: Episode.sample() takes 1 positional argument but 2 were given",
+    "says": "TypeError: ",
+    "imports": "ModuleNotFoundError: No module named 'nowhere'",
+    "grouped": "TypeError: Episode.sample() takes",
+    "text": "WrongResult: the reward function returned 'right', expected a finite number",
+}
+DOUBTS = {
+    "parses": "ValueError: invalid literal for int() with base 10: 'right'",
+    "silent": "it ended without an answer of the model",
+    "exits": "RuntimeError: it called exit(3)",
+    "hangs": "it has not ended within 0.5 s",
+}
+
+
+@pytest.fixture
+def world(tmp_path, monkeypatch):
+    (tmp_path / "flows.py").write_text(FUNCTIONS)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "flows", raising=False)
+    return World(tmp_path / "model", None, None, timeout_s=1.0)
+
+
+def of(world, name):
+    """The config of a run with this workflow."""
+    return replace(world.config, rollout=replace(world.config.rollout, workflow=f"flows:{name}", turns=2))
+
+
+def tried(world, name):
+    """What is said of a workflow, and with which error it is refused."""
+    said = []
+    try:
+        try_workflows(of(world, name), [replace(world.prompt(), row={"large": 10**30, "odd": object()})], said.append)
+    except ConfigError as e:
+        return said, str(e)
+    return said, ""
+
+
+def test_mistakes_end_the_launch_and_doubts_are_told(world):
+    assert tried(world, "agent") == ([], "")
+    said, refused = tried(world, "matches")
+    line = next(k for k, text in enumerate(FUNCTIONS.splitlines(), 2) if "def matches" in text)
+    assert said == [] and refused.startswith("rollout.workflow: flows:matches fails for ") and "\n" not in refused
+    assert f"{MISTAKES['matches']} (" in refused and f"flows.py:{line})" in refused
+    (told,), refused = tried(world, "dies")
+    assert refused == "" and told.startswith("warning: rollout.workflow: flows:dies fails for ")
+    assert "it ended its process with code 3" in told
+
+
+@pytest.mark.parametrize("name", ["right", "none", "agent", *MISTAKES, *DOUBTS])
+def test_what_is_a_mistake(world, name):
+    found = asyncio.run(trial_process.tried(TrialAsked(of(world, name), world.prompt(), 0.5)))
+    first = next(k for k, text in enumerate(FUNCTIONS.splitlines(), 1) if f"def {name}(" in text)
+    assert (MISTAKES | DOUBTS).get(name, "") in found.problem and bool(found.problem) == (name in {*MISTAKES, *DOUBTS})
+    places = [f"flows.py:{first + more}" for more in range(3)] if name != "grouped" else ["flows.py:"]
+    assert any(place in found.bug for place in places) if name in MISTAKES else not found.bug
