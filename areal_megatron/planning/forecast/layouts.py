@@ -171,7 +171,7 @@ class TrainerOptions:
         """The most replicas with which a shape is known not to fit."""
         self._shapes = list(dict.fromkeys(self._possible()))
         self.nearest: Nearest | None = None
-        """Of the layouts found not to fit, the one that needs the least memory."""
+        """The layout found not to fit that needs the least memory."""
 
     def least_seconds(self, ranks: int) -> float:
         """Returns a lower bound on the seconds per batch on `ranks` GPUs: matrix products only, divided equally;
