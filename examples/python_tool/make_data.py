@@ -19,11 +19,12 @@ FOLDER = Path(__file__).parent
 
 def main(train: str = "openai/gsm8k:main/train", heldout: str = "openai/gsm8k:main/test") -> None:
     for name, source in (("train", train), ("heldout", heldout)):
-        with (FOLDER / f"{name}.jsonl").open("w", encoding="utf-8") as file:
-            for record in records(fetch(source, name)):
-                item = read_item(record.row, record.where, [1, record.id])
-                row = {"prompt": f"{item.prompt}{TOOL}", "answer": item.answer}
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        rows = []
+        for record in records(fetch(source, name)):
+            item = read_item(record.row, record.where, [1, record.id])
+            rows.append({"prompt": f"{item.prompt}{TOOL}", "answer": item.answer})
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        (FOLDER / f"{name}.jsonl").write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":
