@@ -116,7 +116,7 @@ class Plan:
     destinations: int
     bucket_elements: int
     dtypes: Mapping[str, str] = field(default_factory=dict)
-    """Canonical tensor → the dtype in which it travels, of those that have one whatever the model's is."""
+    """Canonical tensor → the dtype in which it travels, for tensors whose dtype does not follow the model's."""
 
     def sent_by(self, source: int) -> list[Bucket]:
         """Returns the messages of one trainer rank, in the order in which it sends them."""
@@ -127,8 +127,9 @@ class Plan:
         return self._buckets(transfer for transfer in self.transfers if transfer.destination == destination)
 
     def groups(self, buckets: Sequence[Bucket], in_groups: bool = True) -> list[list[int]]:
-        """Returns the numbers of a rank's `buckets` in the order of updates that send changes: of GROUP messages of a
-        pair those that are one after another, and the groups in one order for all ranks. Else all are one group."""
+        """Returns the numbers of a rank's `buckets` in groups, for updates that send changes: up to GROUP consecutive
+        messages of a pair are a group, and all ranks have the groups in one order. Without `in_groups` all are one
+        group."""
         if not in_groups:
             return [list(range(len(buckets)))]
         of_pair: dict[tuple[int, int, int], list[int]] = defaultdict(list)
@@ -225,8 +226,8 @@ class Traffic:
 class Planner:
     """Makes the plans of `engines` engines of equal sizes; they differ only in which replica of a shard sends.
 
-    Engine number n takes from the same ranks as engine n − `engines`, so that engines which are added later have plans
-    too, and those of the others stay. Raises ConfigError if the sizes do not fit the model.
+    Engine number n takes from the same ranks as engine n − `engines`, so engines added later have plans too, and the
+    plans of the others stay. Raises ConfigError if the sizes do not fit the model.
     """
 
     def __init__(
@@ -415,9 +416,9 @@ def cover(wanted: Sequence[Need], replicas: Sequence[int]) -> dict[int, set[int]
 def assign(wanted: Sequence[Need], replicas: Sequence[int]) -> list[Part]:
     """Returns from which shard each need is met, in the order of `wanted`; shard n is on replicas[n] ranks.
 
-    Needs that several shards of the destination's `cover` hold are cut, and given one by one to the shard whose
-    replicas are the least loaded: those with the fewest holders first, since the others can make up for their
-    imbalance, and among those the largest first.
+    Needs held by several shards of the destination's `cover` are cut, and given one by one to the shard with the least
+    loaded replicas: the fewest holders first, since the others can make up for their imbalance, and among equals the
+    largest first.
     """
     covers = cover(wanted, replicas)
     cut = max(sum(need.receive.box.size for need in wanted) // (len(replicas) * _SHARES), _SMALLEST_CUT)
@@ -444,8 +445,8 @@ def assign(wanted: Sequence[Need], replicas: Sequence[int]) -> list[Part]:
 
 
 def least_load(wanted: Sequence[Need], replicas: Sequence[int]) -> float:
-    """Returns a lower bound of what the busiest sender sends to one engine, in elements, whoever sends what: what only
-    some shards hold, over the ranks on which they are. Of all sets of shards those are tried that hold one box."""
+    """Returns a lower bound, in elements, on the busiest sender's load for one engine under any assignment: data held
+    only by a set of shards, divided by the ranks of the set, maximised over the sets that hold some box."""
     elements: Counter[frozenset[int]] = Counter()
     for need in wanted:
         elements[frozenset(need.holders)] += need.receive.box.size

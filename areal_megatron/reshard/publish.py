@@ -113,8 +113,7 @@ class Publisher:
     def wait_until_read(self) -> None:
         """Returns when the live parameters are no longer being read: from here on a step may change them.
 
-        An update that another rank has given up, or that is not read by its timeout, is cut off, so that it holds the
-        trainer no longer.
+        An update given up by another rank, or not read by its timeout, is cut off and holds the trainer no longer.
         """
         for update in self._updates:
             update.wait_until_read()

@@ -1,4 +1,4 @@
-"""What a trainer rank has published last, from which it tells what has changed since, and whether to tell that."""
+"""A trainer rank's last published weights, to find the changes since, and to decide whether to look for them."""
 
 from __future__ import annotations
 

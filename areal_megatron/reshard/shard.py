@@ -78,8 +78,8 @@ class ShardBuilder:
             )
 
     def add_layers(self, row: Row, parameter: str, layers: range, dtype: str = "") -> None:
-        """Adds the pattern `parameter`, whose first number counts from 0 over the decoder layers `layers`, for those of
-        them that have the row."""
+        """Adds the pattern `parameter` for the decoder layers among `layers` that have the row; its first number counts
+        from 0 over `layers`."""
         all_with = self.dimensions.layers_with(row)
         own = [number for number in all_with if number in layers]
         if own:
@@ -89,9 +89,9 @@ class ShardBuilder:
             self.add(row.of_layers(self.dimensions), parameter, at, dtype)
 
     def add(self, row: Row, parameter: str, layers: range | None = None, dtype: str = "") -> None:
-        """Adds the pattern `parameter`, which holds this rank's part of the row's tensors: of those along their first
-        axis that are in `layers`, if that is an axis of layers. `dtype`: the parameter's, "" for the model's. What is
-        added to a parameter twice is stacked."""
+        """Adds the pattern `parameter`, which holds this rank's part of the row's tensors; if their first axis counts
+        layers, of the layers in `layers`. `dtype`: the parameter's, "" for the model's. Rows added to the same
+        parameter are stacked."""
         shapes = {name: self.dimensions.shape(axes) for name, axes in row.tensors.items()}
         leading = [layers] * (layers is not None) + [self.experts] * row.of_experts
         if dtype:

@@ -1,8 +1,8 @@
 """Runs two episodes of the user's workflow before a run, so that its mistakes end it before anything has started.
 
-The first row of the data is asked, in a process of its own (trial_process.py). An engine that says what it is told to
-takes the place of the model: one episode's answers are the right answer of the row, the other's none at all, which
-workflows forget most often. The reward is 1 for the right answer and else 0.
+The first row of the data is asked, in a process of its own (trial_process.py). A scripted engine takes the place of the
+model: it gives one episode the right answer of the row, and the other none at all, the case that workflows forget most
+often. The reward is 1 for the right answer and else 0.
 """
 
 from __future__ import annotations

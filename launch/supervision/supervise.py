@@ -311,7 +311,7 @@ def _phase(beginning: Beginning, patience_s: float = 1.0) -> str | None:
 
 def _failure(processes: Mapping[str, Child | Remote], hosts: Hosts, left: Collection[str]) -> Child | Remote | None:
     """Returns the process that ended too early, if any; of several, one that refused its input or was killed by a
-    signal comes before those that failed in consequence.
+    signal comes before failures in consequence.
 
     `left`: processes of engines that have left the run.
     """

@@ -1,8 +1,8 @@
 """Messages between GPUs, by NCCL; all members connect at the first update of a generation.
 
 A rank has one message of a link on its way at most, and posts the next when it has seen that one arrive: a link has one
-communicator, and that has one stream. A GPU holds the work of all its streams in a few queues, and a second message
-that waited there for the first could hold up the all-reduce of a training step, which another rank needs before it gets
+communicator, and that has one stream. A GPU holds the work of all its streams in a few queues: a second message waiting
+there for the first could stall the all-reduce of a training step. Another rank may need this all-reduce before it gets
 to the message for which everybody waits.
 """
 
