@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import gcd
 
-from areal_megatron.reward.form import combines, content, is_expanded, key_of, leaves, shape, steps
+from areal_megatron.reward.form import combines, content, is_choice, is_expanded, key_of, leaves, shape, steps
 from areal_megatron.reward.formula import Formula, negated, read
 from areal_megatron.reward.interval import TURNED, intervals_of
 from areal_megatron.reward.no_score import AnswerRefused
@@ -50,7 +50,6 @@ _SAME = [
 ]
 """Ways to write one thing, for texts that cannot be read."""
 _SCALAR = ("number", "name", "sum", "product", "quotient", "negative", "power", "root", "call")
-_I = Formula("name", value="i")
 _EMPTY = Formula("name", value="emptyset")
 
 
@@ -86,6 +85,21 @@ def same_expression(found: str, answer: str, prompt: str = "") -> bool:
     if ours and theirs:
         given = _renamed(given, Formula("name", value=ours), Formula("name", value=theirs))
     return _Comparison(found, given, known, prompt).is_right()
+
+
+def name_differently(name: str, other: str) -> bool:
+    """Whether two texts name two things of one kind, x and y, f(2) and f(3), xy and x + y, two symbols where the other
+    names one, or only one of them an absolute value."""
+    one, two = _read(name), _read(other)
+    if one is None or two is None or key_of(one) == key_of(two) or "word" in (one.kind, two.kind):
+        return False
+    more = one.kind == "relation" and all(part.kind == "name" for part in one.parts)
+    return more or "abs" in (one.value, two.value) or _are_of_a_kind(one, two)
+
+
+def _are_of_a_kind(one: Formula, other: Formula) -> bool:
+    compound = {one.kind, other.kind} <= {"product", "sum", "quotient"}
+    return compound or one.kind == other.kind or one in other.all() or other in one.all()
 
 
 def _same_phrase(given: Formula | None, known: Formula | None) -> bool:
@@ -283,14 +297,13 @@ class _Comparison:
             allowed |= {"a union", "an operation"}
         if any("=" in part.value and not any(map(_is_name, part.parts)) for part in _relations(self.known)):
             allowed.add("a power of a number")
-        if _is_polar(self.known):
+        held = [part.value for part in self.known.all()]
+        if "cis" in held or ("e" in held and "i" in held):  # a complex number by its angle
             allowed |= {"a root", "a trigonometric function"}
         if "a trigonometric function" in allowed:
             allowed.add("a root")
         if "a logarithm" in allowed:
             allowed |= {"a root", "abs"}
-        if "an operation" in allowed:
-            allowed.add("a union")
         return allowed
 
     def _same_answers(self, given: Formula, known: Formula) -> bool:
@@ -301,7 +314,7 @@ class _Comparison:
         if ours and theirs and (given.kind, known.kind) != ("bracket", "bracket"):
             names = [name for name, _ in (ours, theirs) if name]
             return len(set(names)) < 2 and self._matched(ours[1], theirs[1])
-        if (given.kind == known.kind == "list" and _conflict(given, known)) or _is_choice(given) != _is_choice(known):
+        if (given.kind == known.kind == "list" and _conflict(given, known)) or is_choice(given) != is_choice(known):
             return False
         ours, theirs = _items(given), _items(known)
         if ours is None or theirs is None or {given.kind, known.kind} == {"matrix", "bracket"}:
@@ -347,7 +360,7 @@ class _Comparison:
             variables = name.parts[1], other.parts[1]
             if all(variable.kind == "name" for variable in variables):
                 return self._same(_renamed(value, *variables), known.value)
-        return (name.kind != other.kind or key_of(name) == key_of(other)) and self._same(value, known.value)
+        return (not _are_of_a_kind(name, other) or key_of(name) == key_of(other)) and self._same(value, known.value)
 
     def _in_order(self, given: Sequence[Formula], known: Sequence[Formula]) -> bool:
         return len(given) == len(known) and all(map(self._same, given, known))
@@ -451,14 +464,6 @@ class _Comparison:
         counted = any(part.kind == "call" and part.value == "binom" for part in known.all())
         if not counted and not is_expanded(given) and leaves(given) > 1.5 * leaves(known) + 1:
             raise _refused("an expression that can be simplified is left")
-
-
-def _is_polar(node: Formula) -> bool:
-    """Whether a complex number is written by its angle: e^{iπ/3}, cis 60°."""
-    return any(
-        part.value == "cis" or (part.kind == "power" and part.parts[0].value == "e" and _I in part.parts[1].all())
-        for part in node.all()
-    )
 
 
 def _factor_count(node: Formula) -> int:
@@ -590,12 +595,6 @@ def _chosen(node: Formula, positive: str) -> Formula:
     if node.kind == "either":
         return parts[0] if node.value == positive else negated(parts[0])
     return Formula(node.kind, parts, node.value)
-
-
-def _is_choice(node: Formula) -> bool:
-    """Whether a list says that one of several symbols has a value: x = 1 or y = 2."""
-    names = {part.parts[0] for part in node.parts if part.kind == "relation" and part.value == ("=",)}
-    return node.kind == "list" and node.value == "or" and len(names) > 1
 
 
 def _conflict(given: Formula, known: Formula) -> bool:

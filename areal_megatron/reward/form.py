@@ -42,13 +42,19 @@ def key_of(node: Formula) -> Key:
         return _power(*keys)
     if kind == "root":
         return _power(keys[0], ("number", 1 / keys[1][1]) if keys[1][0] == "number" and keys[1][1] else ("/", keys[1]))
-    if kind == "list" and node.value in ("and", "or") and any(map(_is_condition, parts)):
+    if kind == "list" and node.value in ("and", "or") and (any(map(_is_condition, parts)) or is_choice(node)):
         return ("list", node.value, *sorted(keys, key=repr))
     if kind == "list" or (kind == "bracket" and node.value == "{}"):
         return ("set", *(keys if ("dots",) in keys else sorted(keys, key=repr)))
     if kind == "relation" and len(parts) == 2:
         return _relation_key(str(node.value[0]), *keys)
     return (kind, node.value, *keys) if keys or node.value != "" else (kind,)
+
+
+def is_choice(node: Formula) -> bool:
+    """Whether a list says that one of several symbols has a value: x = 1 or y = 2."""
+    names = {part.parts[0] for part in node.parts if part.kind == "relation" and part.value == ("=",)}
+    return node.kind == "list" and node.value == "or" and len(names) > 1
 
 
 def _is_condition(node: Formula) -> bool:

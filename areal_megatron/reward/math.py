@@ -14,7 +14,7 @@ from fractions import Fraction
 from areal_megatron.data.boxed import BOX, last_boxed
 from areal_megatron.reward.no_score import AnswerRefused
 from areal_megatron.reward.notation import numbers_in, restates
-from areal_megatron.reward.numeral import LONGEST, Numeral, bare, in_digits, numeral
+from areal_megatron.reward.numeral import LONGEST, Numeral, bare, in_digits, is_name, numeral
 from areal_megatron.reward.wording import halves_of_day
 from areal_megatron.run.json_input import parse_json
 
@@ -30,9 +30,7 @@ _OTHER_NUMBER = re.compile(
     r"|(?:\b(?i:not|never|neither|nor)|n['’]t)\s+(?:be\s+|equal\s+(?:to\s+)?)?$"
 )
 """Before a number: it is one of several, the end of an expression, or denied."""
-_SYMBOL = re.compile(r"(?:[A-Za-z]|\\[A-Za-z]+)(?:_(?:[A-Za-z0-9]|\{[A-Za-z0-9]+\}))?")
 _LINE = re.compile("[A-Z]{2,4}")
-_VALUE_OF_FUNCTION = re.compile(r"[A-Za-z]\([^()]*\)")
 _PERCENT = re.compile("percent|%", re.IGNORECASE)
 _TAIL = 2 * LONGEST
 """How many of the last characters of a response are searched for an answer without a box."""
@@ -95,16 +93,17 @@ def _equal(found: str, answer: str, prompt: str) -> bool:
 
 
 def _named_otherwise(found: str, answer: str) -> bool:
-    """Whether two answers name two symbols, x and y, two lines, AB and AC, two values of a function, or only one of
-    them an absolute value."""
-    name, other = (bare(text).rpartition("=")[0].replace(" ", "") for text in (found, answer))
+    """Whether two answers name two things of one kind, two symbols or two lines, or only one of them an absolute
+    value."""
+    sides = (bare(text).rpartition("=") for text in (found, answer))
+    name, other = (right if left and is_name(right) else left for left, _, right in sides)
     if not (name and other) or name == other:
         return False
-    if "|" in name + other or ("=" in name and all(map(_SYMBOL.fullmatch, name.split("=")))):
-        return True
     if _LINE.fullmatch(name) and _LINE.fullmatch(other):
         return sorted(name) != sorted(other)
-    return any(kind.fullmatch(name) and kind.fullmatch(other) for kind in (_SYMBOL, _VALUE_OF_FUNCTION))
+    from areal_megatron.reward.expression import name_differently
+
+    return name_differently(name, other)
 
 
 def _percent_of(prompt: str, number: Numeral) -> Fraction | None:

@@ -47,8 +47,6 @@ def numbers_in(prompt: str) -> tuple[Numeral, ...]:
     formulas = (found[1] or found[2] or found[3] for found in FORMULA.finditer(prompt))
     words = [word.lstrip("($").rstrip(",:;?!$)" if "..." in word else ".,:;?!$)") for word in prompt.split()]
     pairs = (f"{one} {other}" for one, other in itertools.pairwise(words))
-    texts = (
-        text for text in itertools.chain(formulas, words, pairs) if re.search("[0-9]|hundred|thousand|illion", text)
-    )
+    texts = filter(re.compile("[0-9]|hundred|thousand|illion").search, itertools.chain(formulas, words, pairs))
     found = map(numeral, itertools.islice(texts, _MOST_NUMBERS))
     return tuple(number for number in found if number)

@@ -428,6 +428,21 @@ n\equiv0,1\pmod4 ~ n\bmod4\in\{0,1\} ~ n\equiv\{0,1\}\pmod 4 ~ n\bmod4=0\text{ o
 \text{twenty-one} ~ 21 ~ \text{twenty one}
 \{-2,3\} ~ x_1=-2, x_2=3 ~ x_1=3,x_2=-2
 \text{all real numbers} ~ \text{All real values of } x
+xy=6 ~ 6
+xy=6 ~ yx=6
+x+y=6 ~ y+x=6
+AB=5 ~ x=5
+AB=5 ~ BA=5
+AB=5 ~ \overline{AB}=5
+\text{Area}=5 ~ A=5
+m+n=42 ~ S=42
+f(2)=4 ~ y=4
+x=42 ~ 42=x
+\angle A=60^\circ ~ 60
+P(A)=\frac13 ~ \frac13
+x_1+x_2=5 ~ x_2+x_1=5
+\text{Area}=12 ~ \text{Area of }ABC=12
+N=5 ~ \text{Number}=5
 """.strip().splitlines()
 ]
 """The known answer, then other ways to write it."""
@@ -1338,6 +1353,37 @@ m=n=1 ~ m=1
 x=y=z=2 ~ y=2
 1\pm\sqrt2 ~ 1\pm\sqrt3
 \lfloor x\rfloor ~ [x]
+xy=6 ~ x+y=6
+xyz=6 ~ x+y+z=6
+x_1+x_2=5 ~ x_1x_2=5
+x-y=2 ~ x+y=2
+x-y=2 ~ y-x=2
+xy=\sqrt6 ~ x+y=\sqrt6
+x_1+x_2=\sqrt5 ~ x_1x_2=\sqrt5
+AB+BC=5 ~ AC=5
+\overline{AB}=5 ~ \overline{AC}=5
+P(A)=\frac13 ~ P(B)=\frac13
+f(2)=4 ~ g(2)=4
+42=y ~ x=42
+42=AB ~ AC=42
+OR=5 ~ OP=5
+AS=5 ~ AT=5
+\angle A=60^\circ ~ \angle B=60^\circ
+\sin x=\frac12 ~ \cos x=\frac12
+\sin x=\frac12 ~ \sin y=\frac12
+x_1=3 ~ x_2=3
+a_n=5 ~ b_n=5
+|x|=3 ~ x=3
+|x|=3 ~ |y|=3
+\frac{a}{b}=2 ~ ab=2
+\frac{a}{b}=2 ~ \frac{b}{a}=2
+\alpha=2 ~ \beta=2
+f'(1)=3 ~ f(1)=3
+x=1\text{ or }y=2 ~ x=1,y=2
+x=1\text{ or }y=2 ~ x=1\text{ and }y=2
+y=2 ~ y-x=2
+xy=\sqrt6 ~ x=\sqrt6
+f(x)=5 ~ x=5
 """.strip().splitlines()
 ]
 """Two answers, neither of which is right for the other."""

@@ -122,6 +122,7 @@ READERS = {
     question.asked_for: [question.asked_for],
     question.formulas_in: [question.formulas_in],
     question.repeats: [lambda text: question.repeats(text, text[:500], None)],
+    expression.name_differently: [lambda text: expression.name_differently(text, "x")],
     expression.same_expression: [lambda text: quietly(expression.same_expression, text, "x^2")],
     choice.score: [lambda text: choice.score("", text, "C")],
     choice.chosen: [choice.chosen],
