@@ -14,6 +14,7 @@ import signal
 import struct
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -109,85 +110,94 @@ class Scored(msgspec.Struct):
     """What the group function adds to the reward of each answer, by name."""
 
 
-def serve(
-    function_name: str,
-    group_function_name: str,
-    timeout_s: float,
-    model: str,
-    run: str,
-    requests: BinaryIO,
-    replies: BinaryIO,
-) -> None:
-    """Answers requests until their stream ends; `model` is the folder of the tokenizer and `run` the run's, or empty,
-    and so may be the group function's name."""
+class Functions:
+    """What a worker calls: the reward function and, if there is one, the group function; with the tokenizer that
+    decodes answers."""
+
+    def __init__(self, name: str, group_name: str, timeout_s: float, model: str, run: str):
+        """`model` is the folder of the tokenizer and `run` the run's, or empty, and so may be `group_name`. Raises
+        ConfigError for what cannot be loaded."""
+        self._name, self._timeout_s = name, timeout_s
+        self._function = load_function(name, timeout_s, run)
+        self._group_function = load_group_function(group_name) if group_name else None
+        self._tokenizer = Tokenizer(model) if model else None
+        self._limit = _limit_memory() if name == "math" and sys.platform == "linux" else None
+        self.takes_row = takes_row(self._function)
+
+    def results(self, requests: list[Answer | AnswerGroup]) -> Iterator[Scored]:
+        """Yields the result of each request; before it, one that says `away` as often as its service is asked again."""
+        self._announce(requests)
+        for request in requests:
+            while (result := self._result(request)).away:
+                yield result
+                time.sleep(min(_AWAY_PAUSE_S, _AWAY_PAUSE_SHARE * self._timeout_s))
+            result.last = result.last or self._is_worn_out()
+            yield result
+
+    def _announce(self, requests: list[Answer | AnswerGroup]) -> None:
+        """Tells a function that knows several scores at once which ones are wanted."""
+        if expect := getattr(self._function, "expect", None):
+            expect([(each.prompt, self._response(each)) for each in requests if isinstance(each, Answer)])
+
+    def _result(self, request: Answer | AnswerGroup) -> Scored:
+        is_group = isinstance(request, AnswerGroup)
+        try:
+            return self._terms(request) if is_group else self._score(request)
+        except ServiceAway as e:
+            return Scored(problem=_problem(e, request.where), away=True)
+        except Exception as e:  # the function is the user's
+            raised = isinstance(e, MISTAKES)
+            at_fault = self._group_function if is_group else self._function
+            bug = place_of(e, at_fault) if raised or isinstance(e, WrongResult) else ""
+            return Scored(problem=_problem(e, request.where), last=isinstance(e, MemoryError), bug=bug, raised=raised)
+
+    def _score(self, answer: Answer) -> Scored:
+        text = self._response(answer)
+        if answer.cut and self._name in PURE and last_boxed(text) is None:
+            return Scored()  # whatever it says last is no final answer
+        try:
+            found, feedback = scored(self._function, answer.prompt, text, answer.answer, answer.row or {})
+        except AnswerRefused as e:
+            return Scored(feedback=str(e).encode(errors="replace").decode(), refused=True)
+        feedback.encode()  # raises for what is no Unicode, which could not be sent
+        return Scored(found, feedback=feedback)
+
+    def _terms(self, group: AnswerGroup) -> Scored:
+        for member, tokens, versions in zip(group.members, group.tokens, group.versions, strict=True):
+            member.response = self._text(tokens)
+            member.versions = np.unique(np.frombuffer(versions, np.int32)).tolist()
+        terms = self._group_function(group.prompt, group.answer, group.members)
+        return Scored(terms=checked_terms(terms, len(group.tokens)))
+
+    def _response(self, answer: Answer) -> str:
+        return answer.response if answer.tokens is None else self._text(answer.tokens)
+
+    def _text(self, tokens: bytes) -> str:
+        return self._tokenizer.decode(np.frombuffer(tokens, np.int32).tolist())
+
+    def _is_worn_out(self) -> bool:
+        """Whether answers have left half of the limit in use, as after a MemoryError that the function caught."""
+        return self._limit is not None and _held_bytes() > self._limit - (MEMORY_MB << 19)
+
+
+def serve(settings: Sequence[str], requests: BinaryIO, replies: BinaryIO) -> None:
+    """Answers requests until their stream ends; `settings`: those of Functions, as texts."""
+    name, group_name, timeout_s, model, run = settings
 
     def reply(message: msgspec.Struct) -> None:
         frame = msgspec.msgpack.encode(message)
         replies.write(HEADER.pack(len(frame)) + frame)
         replies.flush()
 
-    def worn_out() -> bool:
-        """Whether answers have left half of the limit in use, as after a MemoryError that the function caught."""
-        return limit is not None and _held_bytes() > limit - (MEMORY_MB << 19)
-
-    def text_of(tokens: bytes) -> str:
-        return tokenizer.decode(np.frombuffer(tokens, np.int32).tolist())
-
-    def response_of(answer: Answer) -> str:
-        return answer.response if answer.tokens is None else text_of(answer.tokens)
-
-    def announce(requests: list[Answer | AnswerGroup]) -> None:
-        """Tells a function that knows several scores at once which ones are wanted."""
-        if expect := getattr(function, "expect", None):
-            expect([(each.prompt, response_of(each)) for each in requests if isinstance(each, Answer)])
-
-    def score_of(answer: Answer) -> Scored:
-        text = response_of(answer)
-        if answer.cut and function_name in PURE and last_boxed(text) is None:
-            return Scored()  # whatever it says last is no final answer
-        try:
-            found, feedback = scored(function, answer.prompt, text, answer.answer, answer.row or {})
-        except AnswerRefused as e:
-            return Scored(feedback=str(e).encode(errors="replace").decode(), refused=True)
-        feedback.encode()  # raises for what is no Unicode, which could not be sent
-        return Scored(found, feedback=feedback)
-
-    def terms_of(group: AnswerGroup) -> Scored:
-        for member, tokens, versions in zip(group.members, group.tokens, group.versions, strict=True):
-            member.response = text_of(tokens)
-            member.versions = np.unique(np.frombuffer(versions, np.int32)).tolist()
-        terms = checked_terms(group_function(group.prompt, group.answer, group.members), len(group.tokens))
-        return Scored(terms=terms)
-
-    def scored_by_function(request: Answer | AnswerGroup) -> Scored:
-        try:
-            return terms_of(request) if isinstance(request, AnswerGroup) else score_of(request)
-        except ServiceAway as e:
-            return Scored(problem=_problem(e, request.where), away=True)
-        except Exception as e:  # the function is the user's
-            asked = group_function if isinstance(request, AnswerGroup) else function
-            raised = isinstance(e, MISTAKES)
-            bug = place_of(e, asked) if raised or isinstance(e, WrongResult) else ""
-            return Scored(problem=_problem(e, request.where), last=isinstance(e, MemoryError), bug=bug, raised=raised)
-
     try:
-        function = load_function(function_name, timeout_s, run)
-        group_function = load_group_function(group_function_name) if group_function_name else None
-        tokenizer = Tokenizer(model) if model else None
+        functions = Functions(name, group_name, float(timeout_s), model, run)
     except ConfigError as e:
         reply(Ready(str(e)))
         return
-    limit = _limit_memory() if function_name == "math" and sys.platform == "linux" else None
-    reply(Ready(takes_row=takes_row(function)))
+    reply(Ready(takes_row=functions.takes_row))
     decode = msgspec.msgpack.Decoder(list[Answer | AnswerGroup]).decode
     while header := requests.read(HEADER.size):
-        asked = decode(requests.read(HEADER.unpack(header)[0]))
-        announce(asked)
-        for request in asked:
-            while (result := scored_by_function(request)).away:
-                reply(result)
-                time.sleep(min(_AWAY_PAUSE_S, _AWAY_PAUSE_SHARE * timeout_s))
-            result.last = result.last or worn_out()
+        for result in functions.results(decode(requests.read(HEADER.unpack(header)[0]))):
             reply(result)
 
 
@@ -220,9 +230,8 @@ def main() -> None:
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="utf-8")
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    function, group_function, timeout_s, model, run = sys.argv[1:]
     try:
-        serve(function, group_function, float(timeout_s), model, run, sys.stdin.buffer, replies)
+        serve(sys.argv[1:], sys.stdin.buffer, replies)
     except BrokenPipeError:  # the controller is gone
         os._exit(1)
 
