@@ -141,7 +141,7 @@ def test_a_member_that_dies_while_it_connects_holds_nobody_beyond_the_deadline(n
 
     def meet():
         try:
-            link.meet(Deadline(1.5), update=1, stop=lambda: None)
+            link.meet(Deadline(4), update=1, stop=lambda: None)
         except LinkError as e:
             errors.put(str(e))
 
@@ -150,7 +150,7 @@ def test_a_member_that_dies_while_it_connects_holds_nobody_beyond_the_deadline(n
     begin = time.monotonic()
     other.say("ready/1/0")
     assert other.failure(1) == ""
-    assert time.monotonic() - begin < 0.5
+    assert time.monotonic() - begin < 2 and errors.empty()
     said = errors.get(timeout=10)
     assert said.startswith("link to engine 0, generation 1: ") and "member 0" in said and "\n" not in said
 

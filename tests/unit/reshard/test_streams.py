@@ -179,10 +179,11 @@ def test_a_server_of_another_run_learns_nothing(credentials, others):
 
 
 def test_nobody_there(credentials):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    with pytest.raises(ConnectionError, match=f"cannot reach engine rank 0 at 127.0.0.1:{port}: .*refused"):
-        Dialer(f"127.0.0.1:{port - 1}", credentials.calling()).dial(0, LINK, "keys", soon())
+    with socket.socket() as deaf:  # nobody else gets the port
+        deaf.bind(("127.0.0.1", 0))
+        port = deaf.getsockname()[1]
+        with pytest.raises(ConnectionError, match=f"cannot reach engine rank 0 at 127.0.0.1:{port}: .*refused"):
+            Dialer(f"127.0.0.1:{port - 1}", credentials.calling()).dial(0, LINK, "keys", soon())
 
 
 def test_both_ends_of_a_silent_stream_are_probed(listener, credentials):
@@ -323,7 +324,7 @@ def keys(listener, credentials):
     store = dist.HashStore()
     served = dialer(listener, credentials).dial(0, LINK, streams.KEYS, soon())
     serve_keys(served, store)
-    return RemoteKeys(lambda until: listener.take(LINK, streams.KEYS, until), 5), store, served
+    return RemoteKeys(lambda until: listener.take(LINK, streams.KEYS, until), 60), store, served
 
 
 def test_keys_are_those_of_the_store(keys):
@@ -343,7 +344,7 @@ def test_a_key_that_is_not_there_holds_nobody_up(keys):
     begun = time.monotonic()
     with pytest.raises(dist.DistError, match="no such keys"):
         remote.get("nothing")
-    assert time.monotonic() - begun < 4
+    assert time.monotonic() - begun < 20
     remote.set("something", "")
 
 
@@ -369,13 +370,13 @@ def test_requests_that_are_none_end_the_stream_or_are_refused(listener, credenti
 def test_keys_that_do_not_answer_are_given_up_once(listener, credentials):
     served = dialer(listener, credentials).dial(0, LINK, streams.KEYS, soon())
     taken = listener.take(LINK, streams.KEYS, soon())
-    remote = RemoteKeys(lambda until: taken, 1)
+    remote = RemoteKeys(lambda until: taken, 2)
     with pytest.raises(dist.DistError, match="timed out"):
         remote.set("a", "b")
     begun = time.monotonic()
     with pytest.raises(dist.DistError, match="timed out"):
         remote.set("a", "b")
-    assert time.monotonic() - begun < 0.9
+    assert time.monotonic() - begun < 1.5
     served.end()
 
 

@@ -54,13 +54,15 @@ def run(world, tmp_path):
         name="x", updates=1, model=ModelConfig(str(world / "model")), data=DataConfig("x.jsonl"), reward=reward
     )
     config_file.save(config, run.config)
-    with socket.create_server(("127.0.0.1", 0)) as gone:
-        run.announce("reward-0", f"http://127.0.0.1:{gone.getsockname()[1]}")
+    gone = socket.socket()  # refuses, as it does not listen, and nobody else gets the port
+    gone.bind(("127.0.0.1", 0))
+    run.announce("reward-0", f"http://127.0.0.1:{gone.getsockname()[1]}")
     Engine.token, Engine.asked, Engine.scores = run.token, [], 1
     server = ThreadingHTTPServer(("127.0.0.1", 0), Engine)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     run.announce("reward-1", f"http://127.0.0.1:{server.server_port}")
     yield run
+    gone.close()
     server.shutdown()
     server.server_close()
 

@@ -151,9 +151,11 @@ def test_answers_wait_for_a_service_that_is_away(url, kind, caplog, monkeypatch)
     """None of them counts as wrong meanwhile."""
     port, back = int(url.split(":")[2].split("/")[0]), threading.Event()
     if kind == "nobody listens":
-        with socket.create_server(("127.0.0.1", 0)) as unused:
-            port = unused.getsockname()[1]
-        threading.Thread(target=lambda: back.wait() and serve(port), daemon=True).start()
+        deaf = socket.socket()  # nobody else gets the port
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        deaf.bind(("127.0.0.1", 0))
+        port = deaf.getsockname()[1]
+        threading.Thread(target=lambda: back.wait() and (deaf.close(), serve(port)), daemon=True).start()
     else:
         monkeypatch.setattr(Service, "away", kind)
 
