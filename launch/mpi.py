@@ -3,7 +3,7 @@
 Every MPI process is a slot, a GPU or a core, and supervises what is started there; the first one also watches the run.
 Orders and events are MPI messages. The processes of the run know nothing of MPI, so that one may die without the
 others. MPI itself does not survive the loss of one of its own processes, as with a node: mpirun then ends them all.
-Exit codes are those of areal train. Imports neither torch nor vllm.
+Exit codes are the same as areal train's. Imports neither torch nor vllm.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ BLOCK_BYTES = 4 * 2**20
 WRITE_BYTES = 256 * 2**10
 """Bytes of one call of write; with calls of a megabyte and more the kernel (6.18, ext4) takes four times as long."""
 WRITE_BEHIND_BYTES = 64 * 2**20
-"""Each time so many have been written, the kernel is told to bring them to the disk, so that little is left when the
-file is synced."""
+"""Bytes after which the kernel is told to start writing them to disk, so that little is left when the file is
+synced."""
 
 
 class CheckpointError(ValueError):

@@ -96,7 +96,7 @@ class _Seal(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _Place(NamedTuple):
-    """Where a checkpoint stands among those of its run; the last one is the newest."""
+    """A checkpoint's place in the order of its run's checkpoints; the last one is the newest."""
 
     counts: bool
     """Whether its work belongs to the line of incarnations that counts."""

@@ -32,7 +32,7 @@ from areal_megatron.reshard.trainer_layout import MegatronSizes
 ALONE = MegatronSizes(vocabulary_multiple=1)
 """The sizes of a trainer rank that holds all of the model, without padding."""
 MODEL_PREFIXES = ("embedding.", "decoder.", "output_layer.")
-"""How the names of the model's tensors begin, unlike those of the optimizer and others."""
+"""Prefixes of the model's tensors, but not of the optimizer's and others."""
 ALIASES = {f".{row.megatron}": f".{row.fused}" for family in FAMILIES.values() for row in family.layer if row.fused}
 """How the layer norms' names end, and how where TransformerEngine holds them inside the linear layers that follow."""
 PADDED = (EMBEDDING.megatron, HEAD.megatron)
@@ -81,8 +81,8 @@ def _moved(piece: Piece, name: str, region: Box) -> Piece:
 
 
 def tensor_name(parameter: str, alike: bool = True) -> str:
-    """Returns the checkpoint's name for a parameter pattern of the trainer: numbers are axes there, but for that of the
-    layer if layers are not `alike`."""
+    """Returns the checkpoint's name for a parameter pattern of the trainer: numbers are axes there, except the layer's
+    if layers are not `alike`."""
     name = parameter.replace("local_experts.{}", "experts")
     return name.replace("layers.{}", "layers") if alike else name
 
@@ -122,7 +122,7 @@ class DistCheckpoint:
     """The model of a torch_dist folder, read by boxes of canonical tensors.
 
     Nothing in the folder is run. Raises CheckpointError where files are missing, truncated or of another format, or
-    where names and shapes are not those of hf_config.
+    where names and shapes do not follow from hf_config.
     """
 
     def __init__(self, folder: Path, hf_config: Mapping[str, Any]):

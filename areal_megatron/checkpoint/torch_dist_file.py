@@ -46,10 +46,10 @@ from areal_megatron.reshard.boxes import Box, Shape
 from areal_megatron.run.folder import RunError
 
 _ALIGNMENT = 64
-"""torch.save aligns elements to as many bytes, counted from where a chunk begins."""
+"""torch.save aligns elements to this number of bytes, counted from the beginning of a chunk."""
 _WRITE_BYTES = 64 * 2**20
 _BLOCK = 4096
-"""Direct writes begin, in memory and on disk, at a multiple of so many bytes and have whole multiples of it."""
+"""Direct writes begin, in memory and on disk, at a multiple of this number of bytes, as is their length."""
 
 
 class Stored(NamedTuple):

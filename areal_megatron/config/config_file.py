@@ -39,7 +39,7 @@ _LIST = "environments"
 """The only key with a list, of sections."""
 _SECTIONS = {key for key, *_ in config_fields(_EVERY)} - _FIELDS.keys()
 _PASSED_THROUGH = {key for key, _, value in config_fields(_EVERY) if isinstance(value, dict)}
-"""Sections whose keys are those of another library (areal_megatron/config/passed_through.py)."""
+"""Sections with the keys of another library (areal_megatron/config/passed_through.py)."""
 
 
 def load(path: str | Path, overrides: list[str] = ()) -> Config:
@@ -163,7 +163,7 @@ def _entries(path: Path, tree: yaml.MappingNode, prefix: str, lines: dict[str, i
 
 
 def _any_entry(key: str) -> str:
-    """The key, or for one of an environment that of the first."""
+    """The key, with an environment's number replaced by 0."""
     return re.sub(rf"^{_LIST}\.\d+\.", f"{_LIST}.0.", key)
 
 

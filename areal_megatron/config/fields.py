@@ -90,7 +90,7 @@ class MachineConfig:
     """Longest wait for all nodes (or MPI slots) of a job to answer at its start; then a Slurm job is queued again."""
     lease_s: float = key(90.0, at_least=5)
     """A run whose launcher lives cannot be started again. One whose launcher may be gone with its machine can, once its
-    heartbeat in the run folder has stood still for so many seconds; longer than a file server's failover."""
+    heartbeat in the run folder has stalled for this number of seconds; longer than a file server's failover."""
     check_versions: bool = True
     """Refuse to start with other versions of torch, megatron-core, vLLM and TransformerEngine than those that this code
     was written for (areal_megatron/run/extras.py)."""
@@ -123,12 +123,12 @@ class TrainerConfig:
     vpp: int = key(1, at_least=1)
     """Virtual pipeline stages of each rank: smaller bubbles, more messages."""
     recompute: str = key("auto", choices=("auto", "none", "elementwise", "mlp", "full"))
-    """What the backward pass computes again instead of keeping it: nothing; norms and the MLP's activation function
+    """What the backward pass recomputes instead of keeping it: nothing; norms and the MLP's activation function
     (`elementwise`); these and the product before that function (`mlp`); whole layers (`full`). `auto`: what costs the
     fewest FLOPs within the memory of the GPUs, as the launcher decides; nothing on CPU (docs/launching.md)."""
     recompute_layers: int = key(0, at_least=0)
-    """So many layers of each virtual pipeline stage, the first ones, are recomputed as `recompute` says, the others as
-    the next smaller of its values says: mlp, elementwise, none. 0: all layers alike."""
+    """The first n layers of each virtual pipeline stage use `recompute`; the others use its next cheaper value: mlp,
+    elementwise, none. 0: all layers alike."""
     attention: str = key("auto", choices=("auto", "fa2", "fa3", "fa4"))
     """FlashAttention on GPUs: the version named, or `auto`: the fastest that is installed and works
     (docs/hardware.md)."""
@@ -356,7 +356,7 @@ class RolloutConfig:
     draw_max_pass_rate: float = key(1.0, at_least=0, at_most=1)
     """… and neither are those above this."""
     remeasure_after: int = key(100, at_least=1)
-    """A pass rate is forgotten after so many versions, and its prompt drawn again."""
+    """A pass rate is forgotten after this number of versions, and its prompt drawn again."""
     easiest_first: bool = False
     """Draw the prompts of each epoch in the order of their rows' `pass_rate`, the highest first."""
     dump: bool = False
@@ -369,7 +369,7 @@ class RolloutConfig:
     turns: int = key(1, at_least=1)
     """Most answers of the model in one trajectory."""
     workflow_timeout_s: float = key(600.0, above=0)
-    """Longest time that a workflow may neither ask the model nor end."""
+    """Idle limit of a workflow: the longest time, in seconds, that it may neither ask the model nor end."""
     workflow_environment: str = ""
     """Environment variables of the controller that agents in processes of their own get, beside the few that programs
     need: `NAME,NAME` (docs/workflows.md)."""
@@ -455,9 +455,9 @@ class RewardConfig:
     away_s: float = key(600.0, at_least=0)
     """How long a service of rewards may be away, in seconds, until the run ends; answers wait for it meanwhile."""
     wrong: float = key(-5.0, at_least=-1e6, at_most=1e6)
-    """Reward of a wrong answer (score 0). Default: that of ppo.algorithm."""
+    """Reward of a wrong answer (score 0). Default: the value published with ppo.algorithm."""
     right: float = key(5.0, at_least=-1e6, at_most=1e6)
-    """Reward of a right answer (score 1). Default: that of ppo.algorithm."""
+    """Reward of a right answer (score 1). Default: the value published with ppo.algorithm."""
     truncated: str = key("incorrect", choices=("incorrect", "masked", "scored", "overlong"))
     """What becomes of an answer cut at max_new_tokens: it counts as wrong, is not trained, or is scored as it is.
     `overlong`: scored as well, and every answer, cut or not, loses up to half of right − wrong within the last fifth
@@ -487,7 +487,7 @@ class EvalConfig:
     top_p: float = key(1.0, above=0, at_most=1)
     """Tokens are drawn from the fewest likely ones that have this probability together; 1: from all."""
     top_k: int = key(0, at_least=0)
-    """Tokens are drawn from so many of the likeliest ones; 0: from all."""
+    """Tokens are drawn from the n likeliest ones; 0: from all."""
     share: float = key(0.25, above=0, at_most=1)
     """Share of rollout.max_running that an evaluation may take of each engine. Prompts to train get the rest; with 1
     they wait, so that few answers, or none, are of a later version."""
@@ -651,7 +651,7 @@ class Config:
 
 
 CRITIC_ALGORITHMS = ("ppo", "ppo_sequence")
-"""Algorithms whose baseline may be a critic; that of the others is the group."""
+"""Algorithms whose baseline may be a critic; the others' is the group."""
 
 
 def decide_defaults(config: Config, given: Container[str]) -> None:

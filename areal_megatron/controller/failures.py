@@ -10,11 +10,11 @@ from areal_megatron.process.errors import printable
 from areal_megatron.run.folder import RunError
 
 _FEWEST_GROUPS = 10
-"""One group alone, as of a row that cannot be scored, is no more than the default share of so many."""
+"""One group alone, as of a row that cannot be scored, does not exceed the default share of this number of groups."""
 
 
 class FailedAnswers:
-    """The share of answers without a reward, among those of a batch's size that were sampled last.
+    """The share of answers without a reward, over the latest ones in the number of a batch.
 
     Answers of groups that are dropped count too: if all fail, there is no batch.
     """

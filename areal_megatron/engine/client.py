@@ -302,7 +302,7 @@ class EngineClient:
 
         If a kept connection turns out to be closed, aiohttp repeats a GET over a new one; `generate` is the only other
         call over such a connection, and its callers repeat it. A call for which this process has no descriptor left
-        says nothing about the engine, and is made again until there is one.
+        says nothing about the engine, and is repeated until there is one.
         """
         limit_s = self.timeout_s if limit_s is None else limit_s
         sent = None if body is None else _encode(body)

@@ -352,7 +352,7 @@ def as_reward_model(hf_config: Mapping[str, Any], pad_token: int | None = None) 
     output layer, as transformers' class for the classification of sequences; one of a reward model is returned as it
     is.
 
-    `pad_token`: the token with which callers fill up batches; None: they must not. The score is that of the last other
+    `pad_token`: the token with which callers fill up batches; None: they must not. The score belongs to the last other
     token.
     """
     model = architecture(hf_config)

@@ -105,7 +105,7 @@ class Dimensions:
     dense_layers: int = 0
     """How many of the first layers have a dense MLP: all of them in a model without experts."""
     value_dim: int = 0
-    """The width of a head's value if it is not that of its key."""
+    """The width of a head's value if it differs from its key's."""
     latent: int = 0
     """The width of the latent from which keys and values of all heads are projected; 0: from the hidden states."""
     query_latent: int = 0

@@ -17,11 +17,11 @@ from typing import Any
 from areal_megatron.config import Config
 
 MOST_UPDATES, FEWEST_UPDATES = 20, 10
-"""Advice is from the last updates, so many at most and so many at least."""
+"""The largest and the smallest number of last updates for advice."""
 GAIN = 0.05
 """More engines that make updates faster by less than this share are not worth their GPUs."""
 MANY = 8
-"""One engine more of fewer than twice as many gains enough to be told of; of others one more for each so many is."""
+"""Advice moves by one engine, or by one per MANY from 2 · MANY engines on."""
 WAITING = 0.1
 """A pool that waits for less than this share of the time counts as being at work."""
 BOTH_WAIT = 0.2
@@ -239,7 +239,7 @@ def _line(config: Config, found: Balance) -> str:
 
 
 def _step(engines: int) -> int:
-    """Returns how many engines more or fewer than so many are worth a look."""
+    """Returns how many engines more or fewer than `engines` are worth a look."""
     return max(1, engines // MANY)
 
 

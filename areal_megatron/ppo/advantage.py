@@ -76,8 +76,8 @@ def group_then_batch(rewards: Rewards, reduce: Reduce) -> Tensor:
 def over_tokens(advantages: Tensor, trained: Tensor, reduce: Reduce, largest: Reduce) -> dict[str, float]:
     """Returns metrics over the trained tokens of all replicas: mean, deviation, minimum and maximum of the advantage.
 
-    advantages: float64 [n], those of a replica's trajectories; trained: int64 [n], their trained tokens. `largest`
-    reduces to the maximum where `reduce` sums. Returns {} if there are no trained tokens.
+    advantages: float64 [n], of a replica's trajectories; trained: int64 [n], their trained tokens. `largest` reduces to
+    the maximum where `reduce` sums. Returns {} if there are no trained tokens.
     """
     spread = spread_of(advantages, trained.double(), reduce)
     own = advantages[trained > 0]
@@ -124,8 +124,8 @@ class Spread:
 def spread_of(values: Tensor, weights: Tensor, reduce: Reduce, group: Tensor | None = None, groups: int = 1) -> Spread:
     """Returns the spread of the values [n] of this replica, all of one group unless `group`, int64 [n], numbers theirs.
 
-    Reduces twice: the deviation is computed from the distances to the mean, since in a difference of sums that of close
-    values is lost to rounding.
+    Reduces twice: the deviation is computed from the distances to the mean, since a difference of sums would lose the
+    deviation of close values to rounding.
     """
     values, weights = values.double(), weights.double()
     group = torch.zeros(len(values), dtype=torch.int64) if group is None else group

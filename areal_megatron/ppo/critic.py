@@ -14,7 +14,7 @@ from areal_megatron.ppo.advantage import Reduce, spread_of
 
 
 def at_the_end(rewards: Tensor, sequences: Tensor) -> Tensor:
-    """Returns the rewards per token, float64 [N]: that of the sequence at its last trained token, 0 at the others.
+    """Returns the rewards per token, float64 [N]: the sequence's reward at its last trained token, 0 at the others.
 
     rewards: float64 [n], one for each sequence.
     """

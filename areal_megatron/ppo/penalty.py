@@ -5,9 +5,9 @@ A penalty is added for every trained token, even one that a correction masks, an
 config.py.
 
 Schulman's estimators of KL(π_θ ‖ π_ref) from tokens of π_θ are k1 = log π_θ − log π_ref, k2 = k1² / 2 and
-k3 = π_ref/π_θ − 1 + k1. The values of k1 and k3 have the right mean. Of the gradients, that of k2 as a loss has the
-right mean, and so has that of k1 subtracted from the reward. The mean gradient of k1 as a loss is 0, and that of k3 is
-the gradient of KL(π_ref ‖ π_θ), which is equal only near the reference (Liu et al., arXiv 2510.01555).
+k3 = π_ref/π_θ − 1 + k1. The values of k1 and k3 have the right mean. The gradient has the right mean with k2 as a loss,
+and with k1 subtracted from the reward. With k1 as a loss its mean is 0; with k3 it is the gradient of KL(π_ref ‖ π_θ),
+which is equal only near the reference (Liu et al., arXiv 2510.01555).
 
 Tokens are of π_behav, not of π_θ. Times ρ = π_θ/π_behav the means are those over tokens of π_θ: k2 with ρ as a mere
 number has the right gradient again, and k3 with a ρ that has a gradient, too, the right value and the right gradient
@@ -127,7 +127,7 @@ def most_covariant(advantages: Tensor, logprobs: Tensor, share: float, reduce: R
 
     They are the `share` of a mini-batch's tokens, rounded up, with the largest (A − mean A) · (log π − mean log π), by
     whose mean entropy falls. Equal ones are chosen together, and none whose product is not above 0. advantages,
-    logprobs: those of this replica's part of the mini-batch. Collective.
+    logprobs: of this replica's part of the mini-batch. Collective.
     """
     columns = torch.stack([torch.ones_like(advantages), advantages, logprobs]).double()
     count, *sums = reduce(columns.sum(1).cpu()).tolist()  # replicas add up on their hosts

@@ -2,8 +2,8 @@
 machine, or too busy to look.
 
 A process that was away finds its own timers expired and the answers of others unread, both at once. It has no reason
-to blame them: it could not have heard them earlier. So limits are in *attended* seconds, of a clock that stands still
-while nobody comes to read it; and what had arrived by the end of a limit is in time, even if it has yet to be read.
+to blame them: it could not have heard them earlier. So limits are in *attended* seconds, of a clock that stops while
+nobody comes to read it; and what had arrived by the end of a limit is in time, even if it has yet to be read.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class Room:
         return self._memory[start:stop].view(dtype)
 
     def rest(self, elements: int, dtype: torch.dtype) -> Tensor | None:
-        """Returns what `place` would, of which the next `place` is a part again."""
+        """Like `place`, but reserves nothing."""
         before = self._next
         place = self.place(elements, dtype)
         self._next = before

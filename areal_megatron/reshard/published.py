@@ -1,4 +1,4 @@
-"""A trainer rank's last published weights, to find the changes since, and to decide whether to look for them."""
+"""A trainer rank's last published weights, to find the changes since, and to decide whether to send only these."""
 
 from __future__ import annotations
 

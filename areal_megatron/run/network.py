@@ -95,7 +95,7 @@ class Site(NamedTuple):
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Site | None:
-        """Returns that of this engine, or None if it is at the run's own site."""
+        """Returns this engine's, or None if it is at the run's own site."""
         if _SITE not in environment:
             return None
         return cls(*split_address(environment[_SITE]), environment[_SITE_LISTEN])

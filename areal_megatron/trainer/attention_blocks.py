@@ -42,7 +42,7 @@ class Blocks:
     WASTE = 1.5
     """The most that the longest sequence of a block may be a multiple of the shortest."""
     SHORT = 32
-    """Sequences of up to so many tokens share a block, whatever their lengths."""
+    """Sequences of up to this number of tokens share a block, whatever their lengths."""
 
     @classmethod
     def of(cls, lengths: tuple[int, ...], device: torch.device | str) -> Blocks:
@@ -204,8 +204,8 @@ def attend_with_past(query: Tensor, key: Tensor, value: Tensor, packed, scale: f
 
 
 class _AttendWithPast(torch.autograd.Function):
-    """With the sums of both softmaxes known, the gradient of each part is that of a softmax over all of its keys: each
-    part's backward pass takes the merged output and the merged logarithm of the sums."""
+    """With the sums of both softmaxes known, each part has the gradient of a softmax over all of its keys: each part's
+    backward pass takes the merged output and the merged logarithm of the sums."""
 
     @staticmethod
     def forward(ctx, query, key, value, packed, scale):

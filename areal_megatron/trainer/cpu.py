@@ -57,7 +57,7 @@ def adapt_megatron() -> None:
     # Latent attention believes that TransformerEngine is there, and looks for its classes.
     engine = sys.modules["megatron.core.extensions.transformer_engine"]
     sys.modules["megatron.core.transformer.multi_latent_attention"].HAVE_TE = engine.HAVE_TE
-    # Recomputation takes its default, fp8=False, for a wish for FP8 (it is not None), which needs TransformerEngine.
+    # Its default fp8=False is not None, so recomputation takes it for a request for FP8, which needs TransformerEngine.
     sys.modules["megatron.core.tensor_parallel.random"].CheckpointWithoutOutput.__init__.__defaults__ = (None,)
     if on_cpu:
         stand_in = _Torch()

@@ -18,7 +18,7 @@ from torch.nn import ModuleList
 from areal_megatron.trainer.made_again import made_again
 
 _ALIGNED = 16
-"""Rows of matrices must begin at multiples of so many bytes for torch to multiply groups of them."""
+"""Rows of matrices must begin at multiples of this number of bytes for torch to multiply groups of them."""
 
 
 class Experts(SequentialMLP):

@@ -1,4 +1,4 @@
-"""Tensors that are not kept for the backward pass, but made again in it."""
+"""Tensors that are not kept for the backward pass, but recomputed in it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor
 
 
 def made_again(make: Callable[..., Tensor], inputs: tuple[Any, ...], use: Callable[[Tensor], Tensor]) -> Tensor:
-    """Returns use(make(*inputs)), where the backward pass makes again what `use` is given and keeps for it.
+    """Returns use(make(*inputs)); the backward pass recomputes the input that `use` keeps for it.
 
-    All that `make` keeps is made again, too. `use` must keep what it is given as it is.
+    Everything that `make` keeps is recomputed, too. `use` must keep its input as it is.
     """
     again = CheckpointWithoutOutput()
     output = use(again.checkpoint(make, *inputs))

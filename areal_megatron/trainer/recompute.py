@@ -79,7 +79,7 @@ def _give_padding_to_all(chunk: GPTModel) -> None:
 def _forward(
     mlp: MLP, repeats_product: bool, hidden: Tensor, per_token_scale: Tensor | None = None, **options
 ) -> tuple[Tensor, None]:
-    """Computes what MLP.forward does, without biases. The input of the last product is freed, and made again in the
+    """Computes what MLP.forward does, without biases. The input of the last product is freed, and recomputed in the
     backward pass from the result of the first product or, if `repeats_product`, from `hidden`."""
     if not torch.is_grad_enabled():
         return MLP.forward(mlp, hidden, per_token_scale, **options)

@@ -92,8 +92,8 @@ def in_best_groups(scores: Tensor, groups: int, chosen: int) -> Tensor:
     group ranks by the sum of its two best scores (DeepSeek-V3, arXiv 2412.19437, Section 2.1.2, and its published
     code).
 
-    Megatron takes as many of a group's experts for the sum as would be chosen of each if all groups were chosen from
-    alike, which are two for DeepSeek-V3 and others elsewhere.
+    Megatron sums over the number of experts that each group would give if all gave equally many: two for DeepSeek-V3,
+    other numbers elsewhere.
     """
     by_group = scores.unflatten(1, (groups, -1))
     best = by_group.topk(2, dim=-1).values.sum(-1).topk(chosen, dim=-1).indices
@@ -103,8 +103,8 @@ def in_best_groups(scores: Tensor, groups: int, chosen: int) -> Tensor:
 
 def move_biases(chunks: Sequence[DistributedDataParallel]) -> None:
     """Moves the bias of every router towards an even load of its experts, by moe_router_bias_update_rate of
-    megatron-core up or down. The load is that of the forward passes with gradients since the last call; all tokens
-    count, also those of prompts. Collective, unless the rate is 0.
+    megatron-core up or down. The load comes from the forward passes with gradients since the last call; all tokens
+    count, prompts included. Collective, unless the rate is 0.
     """
     rate, routers = chunks[0].module.config.moe_router_bias_update_rate, list(_biased(chunks))
     if rate and routers:

@@ -9,7 +9,7 @@ from areal_megatron.trainer.optimizer import ModelOptimizer
 from areal_megatron.trainer.parallel import Parallel
 
 WHOLE = 2**16
-"""Tensors of up to so many elements are compared as a whole; of larger ones, every STRIDE-th element is."""
+"""Tensors of up to this number of elements are compared as a whole; of larger ones, every STRIDE-th element is."""
 STRIDE = 61
 """A prime, since the rows of matrices are multiples of small numbers: else only some columns would be compared."""
 

@@ -40,7 +40,7 @@ class Score:
         return bool(self.failure)
 
     def failed_by(self, problem: str) -> Score:
-        """Returns this score as that of an answer whose reward is unknown."""
+        """Returns this score for an answer with an unknown reward."""
         return replace(self, correct=False, trained=False, failure=problem)
 
 

@@ -43,7 +43,7 @@ class ShownTrajectory(msgspec.Struct, kw_only=True):
 
 
 class ShownDump(msgspec.Struct, kw_only=True):
-    """A Dump with that of its trajectories."""
+    """A Dump decoded with ShownTrajectory."""
 
     version: int
     trajectories: list[ShownTrajectory]

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from areal_megatron.launch.supervision.processes import Child
 
 REFUSED = 2
-"""The exit code of a process that refuses what the user can mend."""
+"""The exit code of a process that refuses an input that the user can fix."""
 _OWN = {"SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSEGV", "SIGSYS", "SIGTRAP"}
 """Signals by which a process ends for an error of its own."""
 _SEARCHED_BYTES = 1 << 18

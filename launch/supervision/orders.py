@@ -198,6 +198,6 @@ def _on_gpus(name: str, own: Mapping[str, str], cores: int) -> dict[str, str]:
     if not is_server(name):  # vLLM chooses both for itself
         settings["OMP_NUM_THREADS"] = str(min(cores, _MOST_THREADS))
         if "PYTORCH_CUDA_ALLOC_CONF" not in own:  # the older name of the same
-            # micro-batches of every length would leave holes in memory of which nothing can be made
+            # otherwise micro-batches of varying length fragment the allocator
             settings["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     return settings

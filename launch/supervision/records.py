@@ -102,8 +102,8 @@ def commit() -> str:
 
 
 class Pulse:
-    """Whether a run lasts and its launcher lives, which is the case as long as its records change: by this machine's
-    clock alone, as those of others may differ."""
+    """Whether a run lasts and its launcher lives: as long as its records change, by this machine's clock alone, as
+    other clocks may differ."""
 
     def __init__(self, run: Run, silence_s: float):
         self._run, self._silence_s = run, silence_s

@@ -46,7 +46,7 @@ class Outcome(enum.IntEnum):
     DONE = 0
     FAILED = 1
     REFUSED = 2
-    """Wrong input, or a failure that repeats by itself: the user has to mend something first."""
+    """Wrong input, or a failure that repeats by itself: the user has to fix something first."""
     LOST = 3
     """A node, or the connection to it, is gone, and perhaps its processes."""
     REPLACED = 4

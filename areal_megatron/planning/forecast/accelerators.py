@@ -80,7 +80,7 @@ class Accelerator:
     efficiencies: Efficiencies = field(default_factory=Efficiencies)
 
     def link(self, ranks: int, node_gpus: int) -> float:
-        """Returns the bytes/s to count on between neighbouring ranks of a group of so many: over NVLink where they have
+        """Returns the bytes/s to count on between neighbouring ranks of a group of `ranks`: over NVLink where they have
         room on one node, else over the network."""
         return (self.nvlink if ranks <= node_gpus else self.network) * self.efficiencies.links
 

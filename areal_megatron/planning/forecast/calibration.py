@@ -5,7 +5,7 @@ Each is a least-squares fit, of relative errors, of how long something took to w
     a group's answers ≈ steps × (their own part of a step) + answers begun meanwhile + pauses for commits
     a mini-batch's passes ≈ products + attention + micro-batches × pass_s
 
-both times `alone` while nothing else of the run computed, so that the same formulas foretell another run
+both times `alone` while nothing else of the run computed, so that the same formulas predict another run
 (engine_time.py, trainer_time.py). Pure; imports no torch.
 """
 

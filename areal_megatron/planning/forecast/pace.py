@@ -35,7 +35,7 @@ class BatchLengths:
 
     @classmethod
     def of(cls, batches: Sequence[tuple[np.ndarray, np.ndarray]]) -> BatchLengths:
-        """Returns those of batches, given the prompts' lengths [groups] and the answers' [groups, n] of each."""
+        """Returns the lengths of batches, given the prompts' lengths [groups] and the answers' [groups, n] of each."""
         prompts = np.concatenate([prompts for prompts, _ in batches]).astype(np.float64)
         answers = np.concatenate([answers for _, answers in batches]).astype(np.float64)
         context = (answers * (prompts[:, None] + answers / 2)).sum() / answers.sum()

@@ -1,4 +1,4 @@
-"""A whole run in discrete events: the real `Schedule`, the real packing and the resharder's plan, on foretold times.
+"""A whole run in discrete events: the real `Schedule`, the real packing and the resharder's plan, on predicted times.
 
 What happens and who waits for whom is as in controller/controller.py; only the clock is made up:
 

@@ -35,8 +35,7 @@ class PackedBatch:
 
     @classmethod
     def of(cls, plan: list[list[list[list[int]]]], lengths: np.ndarray, trained: np.ndarray) -> PackedBatch:
-        """Returns that of sequences which are divided as `packing.partition` does it: by replica, mini-batch and
-        micro-batch."""
+        """Builds it from a plan of `packing.partition`: sequences by replica, mini-batch and micro-batch."""
         parts = [replica[number] for number in range(len(plan[0])) for replica in plan]
         microbatches = [microbatch for part in parts for microbatch in part]
         order = np.fromiter((index for microbatch in microbatches for index in microbatch), dtype=np.int64)
@@ -70,8 +69,8 @@ class TrainerTime:
         self._step = self._optimizer_step(own)
 
     def update(self, prompts: Sequence[int], answers: Sequence[int], seed: int = 0) -> float:
-        """Returns the time of an update on sequences of so many prompt and answer tokens, in the order of the batch,
-        groups together."""
+        """Returns the time of an update on sequences with these numbers of prompt and answer tokens, in the order of
+        the batch, groups together."""
         return self.of_packed(self.packed(prompts, answers, seed))
 
     def packed(self, prompts: Sequence[int], answers: Sequence[int], seed: int = 0) -> PackedBatch:
