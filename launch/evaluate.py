@@ -33,14 +33,8 @@ import msgspec
 from areal_megatron.config import (
     Config,
     ConfigError,
-    DataConfig,
-    EvalConfig,
-    MachineConfig,
-    ModelConfig,
-    ReshardConfig,
     RewardConfig,
     RolloutConfig,
-    TrainerConfig,
     config_file,
 )
 from areal_megatron.controller.engine import Engine, connect
@@ -51,6 +45,7 @@ from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.engine.client import EngineError
 from areal_megatron.hub import hub
 from areal_megatron.launch.engines import slots
+from areal_megatron.launch.evaluation_config import config_of, config_of_run, first_given, run_of
 from areal_megatron.launch.local import device_of
 from areal_megatron.launch.supervision.failure import Failure
 from areal_megatron.launch.supervision.hosts import Here
@@ -58,7 +53,6 @@ from areal_megatron.launch.supervision.orders import start_order
 from areal_megatron.launch.supervision.processes import Child
 from areal_megatron.model_check import check_model, longest_of
 from areal_megatron.models.architecture import read_config
-from areal_megatron.models.dtypes import ITEMSIZE
 from areal_megatron.observe.estimates import figures
 from areal_megatron.observe.evaluation_folder import Folder, Sampled, digest, files_digest
 from areal_megatron.planning.option_check import check_for_device, check_options
@@ -278,133 +272,6 @@ def _scoring(kind: Config) -> list[Any]:
     return [*limits, rollout.workflow, rollout.turns, reward.wrong, reward.right, reward.truncated]
 
 
-def run_of(options: argparse.Namespace) -> Path | None:
-    """Returns the run folder that MODEL names, None if it is a model."""
-    folder = Path(options.model)
-    return folder if (folder / "config.yaml").exists() and not (folder / "config.json").exists() else None
-
-
-def export_of(folder: Path) -> Path:
-    """Returns the newest model that a run has exported. Raises ConfigError if there is none."""
-    run = Run(folder)
-    found = [run.hf, *sorted(run.exports.glob("version-*"), reverse=True)]
-    for model in found:
-        if (model / "config.json").exists() and any(model.glob("*.safetensors")):
-            return model
-    raise ConfigError(
-        f"{folder} has no model yet, neither hf/ nor one in exports/ (checkpoint.hf_every): let it end, or convert "
-        f"one: areal convert to-hf {folder}/checkpoints/version-000001 MODEL"
-    )
-
-
-def config_of_run(options: argparse.Namespace, folder: Path) -> Config:
-    """Returns the config of a run, for an engine that evaluates its model as the run did; given options replace its
-    keys. Raises ConfigError."""
-    trained = config_file.load_run(folder)
-    if trained.mode not in ("rl", "replay"):
-        raise ConfigError(
-            f"{folder} is a run of mode={trained.mode}, which has no reward: name its model and data, areal evaluate "
-            f"{folder}/hf DATA"
-        )
-    rollout, reward = trained.rollout, trained.reward
-    if any(own.reward.of_model for own in trained.by_environment()) and not options.reward:
-        raise ConfigError(f"{folder} was scored by a reward model, which has engines of its own: name another --reward")
-    if options.data:
-        trained = replace(trained, environments=[], data=replace(trained.data, eval=options.data))
-    if options.max_new_tokens:
-        trained.environments = [replace(own, max_new_tokens=0) for own in trained.environments]
-    if options.reward:
-        trained.environments = [replace(own, reward="") for own in trained.environments]
-    if not any(own.data.eval for own in trained.by_environment()):
-        raise ConfigError(f"{folder} has no data.eval: name the data, areal evaluate {folder} DATA")
-    for place in (trained.data, *trained.environments):
-        place.eval = place.eval and fetch(place.eval, "data.eval")
-    return replace(
-        trained,
-        name="engine",
-        mode="rl",
-        resume="",
-        seed=_first(options.seed, trained.seed),
-        model=replace(trained.model, path=str(export_of(folder).absolute())),
-        machine=MachineConfig(device=options.device),
-        trainer=TrainerConfig(),
-        reshard=ReshardConfig(staging="streamed"),
-        eval=_decoding(options, trained.eval),
-        rollout=replace(
-            rollout,
-            engines=1,
-            tp=_first(options.tp, rollout.tp),
-            max_new_tokens=_first(options.max_new_tokens, rollout.max_new_tokens),
-            first_weights="model",
-            replay_routes=False,
-            vllm=rollout.vllm | config_file.options(options.vllm),
-        ),
-        reward=replace(
-            reward,
-            function=options.reward or reward.function,
-            workers=options.workers,
-            timeout_s=_first(options.reward_timeout_s, reward.timeout_s),
-            group_function="",
-            model="",
-            model_engines=1,
-            model_tp=1,
-        ),
-    )
-
-
-def _reward_of_owner(model: Path) -> str:
-    """Returns the reward of the run that has exported a model, "math" if none has."""
-    for folder in (model.absolute().parent, model.absolute().parent.parent):
-        if (folder / "config.yaml").exists() and (folder / "incarnations").is_dir():
-            trained = config_file.load_run(folder)
-            if trained.mode == "rl" and not trained.environments and not trained.reward.of_model:
-                if trained.reward.function != RewardConfig.function:
-                    _say(f"the reward is that of {folder}, {trained.reward.function}; --reward names another")
-                return trained.reward.function
-    return RewardConfig.function
-
-
-def _first(given: Any, otherwise: Any) -> Any:
-    return otherwise if given is None else given
-
-
-def _decoding(options: argparse.Namespace, otherwise: EvalConfig) -> EvalConfig:
-    names = ("n", "temperature", "top_p", "top_k")
-    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-    return replace(otherwise, **given)
-
-
-def config_of(options: argparse.Namespace) -> Config:
-    """Returns the config of a run that has an engine only. Raises ConfigError."""
-    described = read_config(options.model)
-    dtype = described.get("dtype", described.get("torch_dtype"))
-    config = Config(
-        name="engine",
-        updates=1,
-        seed=_first(options.seed, 1),
-        model=ModelConfig(path=str(Path(options.model).absolute()), dtype=dtype if dtype in ITEMSIZE else "bfloat16"),
-        data=DataConfig(train=options.data, eval=options.data, max_prompt_tokens=sys.maxsize),
-        machine=MachineConfig(device=options.device),
-        rollout=RolloutConfig(
-            tp=_first(options.tp, 1),
-            max_new_tokens=options.max_new_tokens or RolloutConfig.max_new_tokens,
-            first_weights="model",
-        ),
-        reshard=ReshardConfig(staging="streamed"),  # no updates: no memory for a second copy of the weights
-        reward=RewardConfig(
-            function=options.reward or _reward_of_owner(Path(options.model)),
-            workers=options.workers,
-            timeout_s=_first(options.reward_timeout_s, RewardConfig.timeout_s),
-            wrong=0.0,
-            right=1.0,
-            truncated="scored",
-        ),
-        eval=_decoding(options, EvalConfig()),
-    )
-    config.rollout.vllm = config_file.options(options.vllm)
-    return config
-
-
 def result_of(answers: Sequence[Sampled], n: int, ks: Sequence[int], files: Mapping[int, str]) -> dict[str, Any]:
     """Returns the figures of answers in any order, n for each item but for those whose rewards failed.
 
@@ -614,13 +481,13 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     for name, value in given.items():
         if value is not None and value <= 0:
             parser.error(f"{name}: must be above 0, is {value}")
-    if _first(options.seed, 0) < 0:
+    if first_given(options.seed, 0) < 0:
         parser.error(f"--seed: must be 0 or more, is {options.seed}")
-    if not 0 < _first(options.top_p, 1) <= 1:
+    if not 0 < first_given(options.top_p, 1) <= 1:
         parser.error(f"--top-p: must be above 0 and at most 1, is {options.top_p:g}")
-    if _first(options.top_k, 0) < 0:
+    if first_given(options.top_k, 0) < 0:
         parser.error(f"--top-k: must be 0 or more, is {options.top_k}")
-    temperature = _first(options.temperature, 1.0)
+    temperature = first_given(options.temperature, 1.0)
     if options.n and (problem := _problem_with_samples(options.n, options.k or [1], temperature)):
         parser.error(problem)
     if temperature < 0:
