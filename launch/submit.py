@@ -29,7 +29,7 @@ _SBATCH_S = 60.0
 _AHEAD_S = 600
 """How long before the time limit the run is asked to stop, in seconds."""
 _ASKED = ["resume=auto", "machine.host=auto"]
-"""Overrides of every job; those of the user come after them and win."""
+"""Overrides of every job; the user's come after them and win."""
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -159,7 +159,7 @@ class Engine:
         self.state = EngineState.READY
 
     async def watch(self, timeout_s: float, silence_s: float, engines: int = 1) -> None:
-        """Polls the engine's own counters until it is gone; it is one of so many. Raises EngineError if it dies, says
+        """Polls the counters of the engine, one of `engines`, until it is gone. Raises EngineError if it dies, says
         nothing for silence_s or samples nothing for timeout_s."""
         poll_s = max(_POLL_S, engines / _POLLS_PER_S)
         await asyncio.sleep(poll_s * (self.index % engines) / engines)  # all at once would hold everything else up

@@ -26,7 +26,7 @@ class Environment:
     """Runs its workflow."""
 
     def fits(self, tokens: int) -> bool:
-        """Whether a prompt of so many tokens is short enough."""
+        """Whether a prompt of `tokens` tokens is short enough."""
         return tokens <= self.config.data.max_prompt_tokens
 
 
@@ -71,8 +71,8 @@ class Environments:
         self._workers[0].failures, self._workers[0].refused = failures, refused
 
     def account(self, elapsed: float) -> dict[str, float]:
-        """Returns what was counted since the controller started, and in the last `elapsed` seconds how busy reward
-        workers were, those of the busiest function, by the names of the metrics."""
+        """Returns the counts since the controller started, and the load of the busiest function's reward workers in the
+        last `elapsed` seconds, by the names of the metrics."""
         counted = Counter(reward_failures=self.failures, answers_refused=self.refused)
         counted["reward_retries"] = sum(workers.retries for workers in self._workers)
         for environment in self.all:

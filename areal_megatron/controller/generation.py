@@ -216,7 +216,7 @@ class Generation:
                 )
 
     def _is_resumable(self, group: Group, kept: Mapping[int, InterruptedGroup]) -> bool:
-        """Whether the interrupted group has answers, as many as groups have now, that its workflow can continue."""
+        """Whether the interrupted group has answers that its workflow can continue, in the group size of now."""
         answers = kept[group.number].answers if group.number in kept else []
         resumes = self._sampler.of(self._by_id[group.prompt_id]).runner.resumes
         return len(answers) == self._config.rollout.group_size and resumes

@@ -130,7 +130,7 @@ class PromptDrawing(Drawing, kw_only=True):
 
 
 def saved_in(checkpoint: Path) -> Drawing | None:
-    """Returns what the folder of a checkpoint holds; None for that of a replay. Raises ConfigError."""
+    """Returns the drawing in a checkpoint's folder; None for a replay's. Raises ConfigError."""
     for name, kind in ((_CONTROLLER, PromptDrawing), (SUPERVISED, Drawing)):
         if (path := checkpoint / name).exists():
             return read(path, kind)

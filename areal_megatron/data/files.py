@@ -81,7 +81,7 @@ def row_shares(config: Config, members: Sequence[RowPlace]) -> list[tuple[int, i
 def file_names(config: Config, key: str) -> list[str]:
     """Returns a name for each file of data.train or data.eval (`key`), as `Record.source` counts them.
 
-    With environments that of a file begins with its environment's, or is that if it has no other file.
+    With environments a file's name begins with its environment's, or is the environment's if that has no other file.
     """
     names = []
     for environment, own in zip(config.environments, config.by_environment(), strict=False):

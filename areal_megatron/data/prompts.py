@@ -169,8 +169,8 @@ def read_prompts(
 
 
 def digest_of_prompt(record: Record, item: Item, environments: Sequence[Config]) -> bytes:
-    """Returns `Prompt.digest`. `environments`: those of the config; a reward function of the user may read any column
-    of a row."""
+    """Returns `Prompt.digest`. `environments`: the config's; a reward function of the user may read any column of a
+    row."""
     own = [stated(record.row)] if environments[record.environment].reward.is_own else []
     return digest_of(record.id, record.environment, item.prompt, item.answer, record.row.get("response_tokens"), *own)
 

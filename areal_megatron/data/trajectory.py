@@ -69,7 +69,7 @@ class Excerpt(msgspec.Struct, kw_only=True):
     compared: np.ndarray
     """uint8 [n], 1 where the token's log-probability is compared; never the first."""
     at: int
-    """The place of its first compared token among those of all excerpts of the batch."""
+    """The place of its first compared token among the compared tokens of all excerpts of the batch."""
 
 
 class BatchPart(msgspec.Struct, kw_only=True):

@@ -192,7 +192,7 @@ class EngineClient:
             return self._completions(raw, request_id, None if routes_from is None else len(prompt) - routes_from)
 
     def _completions(self, raw: bytes, request_id: str, routed: int | None) -> list[Completion]:
-        """`routed` is how many tokens of the prompt have routes, beside those of the answers; None for no routes."""
+        """`routed` is the number of prompt tokens with routes, beside the answers' tokens; None for no routes."""
         try:
             return [_completion(answer, routed) for answer in answers.decode(raw)]
         except (msgspec.MsgspecError, ValueError) as e:

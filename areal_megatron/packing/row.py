@@ -143,7 +143,7 @@ def _cut(row: TokenRow, ranks: int, multiple: int) -> Division:
 def _mirrored(tokens: int, room: Sequence[int]) -> list[list[tuple[int, int]]]:
     """Returns the pieces (first, stop) of a sequence for each rank: one of the first half, one of the second.
 
-    Every rank gets as many tokens, or one more if it has more room than others.
+    Every rank gets the same number of tokens, or one more if it has more room than others.
     """
     ranks = len(room)
     equal, rest = divmod(tokens, ranks)
@@ -188,11 +188,11 @@ class View:
         self.sizes = (*sizes, self.filler) if self.filler else tuple(sizes)
         """The number of tokens of each run, and of the filler, in the order of the rank's row."""
         self.first_key = rank * self.length if self.cut else 0
-        """The place of the rank's own first token among its keys, which are those of all ranks if sequences are cut."""
+        """The place of the rank's own first token among its keys; if sequences are cut, these are all ranks' keys."""
         self.tokens = _tokens(row, self.runs, self.filler)
         """int64 [length]: the place in the row of each token of the rank, −1 for filler"""
         self.place = np.full(sum(row.lengths), -1, np.int64)
-        """int64 [tokens of the row]: the place of each token on this rank, −1 for those of others"""
+        """int64 [tokens of the row]: the place of each token on this rank, −1 for others' tokens"""
         own = self.tokens >= 0
         self.place[self.tokens[own]] = np.flatnonzero(own)
         self.positions = np.concatenate(

@@ -43,12 +43,13 @@ class Prefixes:
 
     @classmethod
     def none(cls, count: int) -> Prefixes:
-        """Returns those of `count` sequences that share nothing."""
+        """Returns the prefixes of `count` sequences that share nothing."""
         return cls(np.arange(count), np.zeros(count, np.int64), np.zeros(count))
 
     @classmethod
     def of(cls, trajectories: Sequence[Trajectory], costs: np.ndarray, flops: SequenceFlops) -> Prefixes:
-        """Returns those of the trajectories of a batch. `costs` float64 [n] are what the trajectories cost alone.
+        """Returns the prefixes of a batch's trajectories. `costs`, float64 [n], are the costs of the trajectories
+        alone.
 
         A prefix is shared by trajectories of one group with equal prompts, since a workflow may give each its own, and
         with equal routes in the prefix, since a router's replayed choices are part of what is computed.

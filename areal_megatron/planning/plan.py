@@ -43,7 +43,7 @@ class ClusterPlan:
     """A line each on what works, but slowly or badly."""
 
     def table(self, searched: bool = False) -> str:
-        """Returns the plan for people; `searched`: whether its sizes are those of `areal plan --best`."""
+        """Returns the plan for people; `searched`: whether its sizes come from `areal plan --best`."""
         lines = [self.placement.table(), "", self.memory.table()]
         most = max(Counter(rank.node for rank in self.placement.pool("trainer")).values())
         on_host = {"optimizer.on_host": self.memory.host}
@@ -109,7 +109,7 @@ def _sudden_steps(config: Config) -> str:
 
 
 def _unusual_clip(config: Config) -> str:
-    """Clips are of the size of an algorithm's ratios: those of whole sequences are hundreds of times nearer to 1."""
+    """Clips scale with an algorithm's ratios: ratios of whole sequences are hundreds of times nearer to 1."""
     algorithm = config.ppo.algorithm
     for name in ("clip_low", "clip_high") if not config.is_supervised else ():
         value, published = getattr(config.ppo, name), getattr(PUBLISHED[algorithm], name)

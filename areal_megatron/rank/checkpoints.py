@@ -268,7 +268,7 @@ class Checkpoints:
         return bool(parallel.share_all(saved))
 
     def _is_behind(self, version: int) -> bool:
-        """Whether so many exports have not ended that `version` is to have none, the same on all ranks. Collective."""
+        """Whether `version` is to have no export since too many are unfinished, the same on all ranks. Collective."""
         parallel = self._trainer.parallel
         if not parallel.is_first:
             return bool(parallel.share_all(None))

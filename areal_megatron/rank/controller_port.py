@@ -78,7 +78,7 @@ class ControllerPort:
                 return _decode_links(data)
 
     def cut(self, sending: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Returns those of the links (engine, generation) whose engine is lost; from any thread."""
+        """Returns the links (engine, generation) whose engine is lost; from any thread."""
         reply = self.report(Sending([LinkRef(*link) for link in sending]), "links")
         return [(link.engine, link.generation) for link in reply.links]
 

@@ -130,7 +130,7 @@ class Numeral:
     point."""
     percent: bool = False
     base: int | None = None
-    """The base that is written behind it; its value is that of its digits in base ten all the same."""
+    """The base that is written behind it; its value is taken from its digits in base ten all the same."""
     notation: str = "decimal"
     """decimal (also a whole number), fraction, mixed, scientific, scaled (5 million) or percent."""
 

@@ -109,8 +109,8 @@ class Values:
         return sign if found >= min(len(self.points), _ENOUGH_POINTS) else 0
 
     def _pair(self, one: Formula, other: Formula, point: dict[str, Fraction]) -> tuple[Value, Value] | None:
-        """Returns the values at a point; None where one has none. Where they are not rational, the digits are more than
-        those of all rational numbers on the way."""
+        """Returns the values at a point; None where one has none. Where they are not rational, they are computed with
+        more digits than all rational numbers on the way."""
         while True:
             self._bits, self._largest = 0, self.context.mpf(0)
             try:

@@ -35,8 +35,8 @@ def hard_limit() -> int:
 def needed(config: Config) -> int:
     """Returns how many descriptors the controller needs when all engines are busy.
 
-    A group of `single_turn` is one request. Other workflows have one request a trajectory, and those of the user may
-    run agents, each with a connection of its own to the controller.
+    A group of `single_turn` is one request. Other workflows have one request a trajectory, and the user's own may run
+    agents, each with a connection of its own to the controller.
     """
     rollout, configs = config.rollout, config.by_environment()
     workflows = {own.rollout.workflow for own in configs}

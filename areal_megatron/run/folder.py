@@ -379,7 +379,7 @@ class Run:
 
     @property
     def lease(self) -> int:
-        """Number of the lease to which this object is bound; else that of the newest incarnation."""
+        """Number of the lease to which this object is bound; else the newest incarnation's."""
         return self.start.lease if self._lease is None else self._lease
 
     def replaced_by(self, launcher: str) -> Replaced:

@@ -94,11 +94,11 @@ class PastBlock:
     with q queries."""
 
     keys: Tensor
-    """int64 [b, k]: the place of each key; that of the first one where there is padding."""
+    """int64 [b, k]: the place of each key; at padding, the first key's."""
     hidden: Tensor | None
     """float32 [b, 1, 1, k]: −∞ at padding, else 0; None if no key is padding."""
     queries: Tensor
-    """int64 [b, q]: the place of each query; that of the first one where there is padding."""
+    """int64 [b, q]: the place of each query; at padding, the first query's."""
     padding: Tensor
     """bool [b, 1, q]: the queries that are padding."""
     tokens: Tensor

@@ -137,8 +137,8 @@ def pack(
     """Packs sequences (int32 [n]) in their order; `trained`: the places, from 1 to n − 1, of each one's trained tokens.
 
     `bundles` divides the sequences, in order: (number of sequences, number of tokens that all of these begin with and
-    that the row holds once); by default each sequence stands alone. `routes`, int16 [tokens, layers, k],
-    are those of all sequences one after another. Untrained tokens fill the row up to a length that ranks can share.
+    that the row holds once); by default each sequence stands alone. `routes`, int16 [tokens, layers, k], are all
+    sequences' routes one after another. Untrained tokens fill the row up to a length that ranks can share.
     """
     lengths = [len(sequence) for sequence in sequences]
     tokens, starts = _joined(sequences, np.int64), np.cumsum([0, *lengths]).tolist()

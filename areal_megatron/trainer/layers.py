@@ -75,8 +75,8 @@ class Router(TopKRouter):
     def _apply_aux_loss(self, probs: Tensor, scores: Tensor, routing_map: Tensor, with_padding_mask: bool = False):
         """Attaches coefficient · N · E · Σ_e f_e · P_e (Switch Transformer, Equation 4) to the probabilities.
 
-        E: the number of experts. N: the trained tokens of the micro-batch, since the gradient is divided by those of
-        the whole batch later. f_e: the share of their top-k places that expert e takes. P_e: its mean probability,
+        E: the number of experts. N: the trained tokens of the micro-batch, since the gradient is divided by the whole
+        batch's number later. f_e: the share of their top-k places that expert e takes. P_e: its mean probability,
         chosen or not. scores [tokens, experts] and routing_map (bool) are zero at tokens that are not trained.
         """
         taken = reduce_from_tensor_model_parallel_region(routing_map.sum(dim=0), self.tp_cp_group)
@@ -158,7 +158,8 @@ def _attention(config: TransformerConfig) -> ModuleSpec:
 
 def _latent_attention(_: TransformerConfig) -> ModuleSpec:
     """Each rank projects its own tokens to latents with the whole weight, as TransformerEngine's layers do: with a
-    part of its rows, as in Megatron's own local layers, the gradient of the rotated keys lacks that of other ranks."""
+    part of its rows, as in Megatron's own local layers, the gradient of the rotated keys lacks the other ranks'
+    part."""
     return ModuleSpec(
         module=MLASelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
@@ -177,10 +178,9 @@ def _latent_attention(_: TransformerConfig) -> ModuleSpec:
 
 
 def checkpoint_names(has_experts: bool, has_latents: bool = False) -> dict[str, str]:
-    """Returns prefix of a local layer's parameters → that of TransformerEngine's, under which checkpoints hold both.
+    """Returns prefix of a local layer's parameters → prefix of TransformerEngine's, under which checkpoints hold both.
 
-    Megatron's own local layers call the norm before experts that of a linear layer, too, which TransformerEngine's do
-    not.
+    Megatron's own local layers name the norm before experts after a linear layer, too; TransformerEngine's do not.
     """
     names = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
     if has_latents:

@@ -62,7 +62,7 @@ class Lesson(ABC):
     def loss(self, output: Tensor, own: Sequences, sums: TokenSums, *, held_out: bool) -> Tensor:
         """Returns the sum of the losses of a micro-batch's tokens or pairs, and adds to `sums`.
 
-        output: that of the model's last stage. `held_out`: nothing is trained, and all is measured.
+        output: the output of the model's last stage. `held_out`: nothing is trained, and all is measured.
         """
 
     @abstractmethod
@@ -181,7 +181,7 @@ def lesson_of(config: Config, model: Policy | ValueModel, vocabulary: Vocabulary
 
 def scale(lesson: Lesson, trained: Sequence[int]) -> float:
     """Returns what the losses of a batch are multiplied by, since the gradient of their sum is divided by the number of
-    trained tokens; `trained`: that of each item."""
+    trained tokens; `trained`: each item's number."""
     return sum(trained) / len(trained) if lesson.of_pairs else 1.0
 
 

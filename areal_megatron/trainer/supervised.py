@@ -103,7 +103,7 @@ class Supervised:
         return Sequences(microbatch, to_device(members, self._part.device), len(sequences))
 
     def _plan(self, items: Sequence[Item]) -> list[list[list[int]]]:
-        """The items by [replica][micro-batch]: those of an item's sequences together."""
+        """The items by [replica][micro-batch]: an item's sequences stay together."""
         replicas, multiple = self._settings.dp, self._settings.microbatch_multiple
         if len(items) < replicas:
             return [[[i] if i < len(items) else [], *[[]] * (multiple - 1)] for i in range(replicas)]

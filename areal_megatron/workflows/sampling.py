@@ -32,7 +32,7 @@ class Decoding:
     top_p: float = 1.0
     """From the fewest likely tokens that have this probability together; 1: from all."""
     top_k: int = 0
-    """From so many of the likeliest tokens; 0: from all."""
+    """From the n likeliest tokens; 0: from all."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Sampling:
     may_interrupt: Callable[[], bool] = lambda: False
     """Returns whether requests are being aborted. If not, an aborted request has failed."""
     decoding: Decoding | None = None
-    """None: that of training, from the whole distribution at rollout.temperature."""
+    """None: as for training, from the whole distribution at rollout.temperature."""
     sampled: Callable[[int], None] = lambda tokens: None
     """Called with the number of sampled tokens as soon as the engine has nothing more to do for these trajectories, if
     that is before they are scored."""

@@ -71,7 +71,7 @@ async def sample(
     """Returns n answers, sampled from whatever versions the engine holds in the meantime.
 
     `interrupted`: the n answers as they were when they were interrupted. They are resumed, each with a request of its
-    own; those that were complete are returned as they are. Retries and errors are those of `generate`.
+    own; those that were complete are returned as they are. Retries and errors are the same as `generate`'s.
     """
     if not interrupted:
         return await generate(sampling, _request(sampling, prompt, request_id, seed), n)

@@ -45,7 +45,7 @@ from areal_megatron.run import descriptors
 
 POLL_S = 0.1
 _LAUNCHER_SILENCE = 2
-"""A launcher may be silent for so many times as long as a supervisor: it is the one that decides who is lost."""
+"""A launcher may be silent this many times longer than a supervisor: it is the one that decides who is lost."""
 _STRANDED_LOOK_S = 5.0
 _STRANDED_LONGEST_S = 1800.0
 """Slurm finds a lost node after its SlurmdTimeout, usually 300 s."""

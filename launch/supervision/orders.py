@@ -1,6 +1,6 @@
 """The messages between launchers and supervisors, a JSON object each, and how an order starts a process.
 
-A launcher addresses a supervisor by its name, that of a node or of an MPI slot. No shell reads any part of an order.
+A launcher addresses a supervisor by its name, the node's or the MPI slot's. No shell reads any part of an order.
 """
 
 from __future__ import annotations

@@ -15,7 +15,8 @@ _LISTED = 32
 
 
 def rows(record: LaunchRecord, status: dict[str, Any], every: bool) -> list[tuple[str, ...]]:
-    """Returns the cells of each row, under HEAD. `status` is that of status.json; `every`: a row for each process."""
+    """Returns the cells of each row, under HEAD. `status` is the contents of status.json; `every`: a row for each
+    process."""
     engines = {engine.name: engine for engine in engines_of(status)}
     whole = every or len(record.processes) <= _LISTED
     found = []

@@ -279,7 +279,7 @@ def _uninterrupted() -> Iterator[None]:
 
 def end_sessions(sessions: set[int], shared: SharedMemory, grace_s: float = 3.0) -> set[psutil.Process]:
     """Ends every process of the sessions: SIGTERM to their leaders, then SIGKILL to all that are left. Returns them;
-    some may not be gone yet, as the kernel first frees their memory, and that of GPUs.
+    some may not be gone yet, as the kernel first frees their memory, on GPUs too.
 
     A leader has grace_s to end by itself, its descendants a second more. Their shared memory is removed.
     """

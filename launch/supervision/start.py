@@ -159,7 +159,7 @@ def check(
     run: Run | None = None,
     python: Mapping[str, Sequence[str]] = {},
 ) -> Beginning:
-    """Checks everything and returns the run; the first arguments are those of plan.plan. Raises ConfigError.
+    """Checks everything and returns the run; the first arguments are as for plan.plan. Raises ConfigError.
 
     `run`: the config's, as its launcher holds it; None: nothing is to be started, and of a model on the hub only the
     description is fetched, and its weights are checked if they are here. `python`: as check_packages.

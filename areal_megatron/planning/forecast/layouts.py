@@ -52,7 +52,7 @@ class Cluster:
         return range(step, self.size, step)
 
     def engines(self, trainers: int, tp: int) -> int:
-        """Returns how many engines of `tp` GPUs have room beside so many trainer ranks, which come first: an engine
+        """Returns how many engines of `tp` GPUs have room beside `trainers` trainer ranks, which come first: an engine
         is on one node, or has whole ones."""
         whole, used = divmod(trainers, self.gpus)
         left = self.nodes - whole - (used > 0)
@@ -181,7 +181,7 @@ class TrainerOptions:
         return self._products / ranks
 
     def fastest(self, ranks: int) -> list[TrainerOption]:
-        """Returns the KEPT fastest layouts on so many GPUs, the fastest first."""
+        """Returns the KEPT fastest layouts on `ranks` GPUs, the fastest first."""
         bounds = []
         for shape in self._shapes:
             if trainer := self._on(shape, ranks):

@@ -47,8 +47,8 @@ class BatchLengths:
 def draw_batches(
     lengths: AnswerLengths, config: Config, answers: int = 4096, seed: int = 0
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Returns batches with so many answers in all, at least one: lengths of prompts int64 [groups] and of answers int64
-    [groups, n]. They are those of the first prompts of a simulation with that seed."""
+    """Returns batches with `answers` answers in all, at least one batch: lengths of prompts int64 [groups] and of
+    answers int64 [groups, n], equal to the first ones of a simulation with this seed."""
     drawn = []
     for batch in range(max(1, answers // config.batch_size)):
         first = batch * config.groups_per_batch

@@ -33,7 +33,7 @@ MOST_RUNNING = 512
 ALIKE = 0.01
 """The difference between two speeds that decides nothing: less stale answers do, where they differ by less."""
 _SIMULATED_ANSWERS = 400_000
-"""Answers that are simulated for the best few by the formulas together, unless those of _FEWEST sizes are more."""
+"""Answers simulated in total for the best few sizes by the formulas, unless _FEWEST sizes have more."""
 _FEWEST, _MOST = 3, 6
 """How many these are."""
 _CHECKED = 8

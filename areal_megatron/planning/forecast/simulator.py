@@ -194,8 +194,8 @@ class Simulator:
         circumstances: Circumstances,
         rules: type[Schedule] = Schedule,
     ):
-        """`rules`: those of the run, if they are not those of this project. Raises ConfigError for what no simulation
-        knows: trainers and engines that share GPUs and work at once."""
+        """`rules`: the run's, if they differ from this project's. Raises ConfigError for trainers and engines that
+        share GPUs and work at once, which no simulation knows."""
         if config.machine.shared and config.rollout.max_staleness > 0:
             raise ConfigError(
                 "machine.shared: the simulator knows shared GPUs only with rollout.max_staleness=0, where trainers and "
@@ -213,7 +213,7 @@ class Simulator:
         self._begin()
 
     def run(self, updates: int = 0, on_update: Callable[[TrainedUpdate], None] = lambda update: None) -> SimulatedRun:
-        """Simulates until so many updates are done (0: all of the config's)."""
+        """Simulates until `updates` updates are done (0: all of the config's)."""
         wanted = min(updates or self._config.updates, self._config.updates)
         told = 0
         while len(self._updates) < wanted:
@@ -468,7 +468,7 @@ class Simulator:
         return [rank % self._around.cores for rank in range(self._config.trainer_ranks)]
 
     def _engine_cores(self, number: int) -> list[float]:
-        """The cores of an engine: its slots come after those of the trainers, unless they share them."""
+        """The cores of an engine: its slots come after the trainers', unless they share them."""
         first = number * self._config.rollout.tp + (not self._config.machine.shared) * self._config.trainer_ranks
         return [slot % self._around.cores for slot in range(first, first + self._config.rollout.tp)]
 

@@ -14,8 +14,8 @@ from areal_megatron.planning.memory.engine import kv_tokens
 
 
 def times_of(config: Config, gpu: Accelerator, node_gpus: int = 8, gib: float = 0) -> tuple[Config, Times]:
-    """Returns the config with trainer.recompute decided, and what everything in its run takes on such GPUs, with `gib`
-    GiB of memory each (0: as many as they have). Raises ConfigError for what does not fit."""
+    """Returns the config with trainer.recompute decided, and the times of its run on these GPUs, with `gib` GiB of
+    memory each (0: the GPU's own). Raises ConfigError for a run that does not fit."""
     config.machine.device = "cuda"
     hf_config = trained_config(config)
     memory = plan_memory(config, hf_config, gib or gpu.gib)

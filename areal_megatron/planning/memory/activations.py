@@ -38,8 +38,7 @@ class Layer:
     """What megatron-core recomputes of the layer besides (TrainerConfig.recompute_modules)."""
 
     def kept(self, recompute: str) -> float:
-        """Returns the bytes that the layer's forward pass keeps, if `recompute` (none, elementwise, mlp, full) is
-        computed again."""
+        """Returns the bytes that the layer's forward pass keeps, with `recompute` (none, elementwise, mlp, full)."""
         if recompute == "full":
             return self.element * self.model.dimensions.hidden / self.sizes.tp
         norms = self._norms(recompute != "none" or "layernorm" in self.modules)
@@ -120,8 +119,8 @@ class Layer:
         """Dense: gate and up, and their product; where SwiGLU is not fused also the activation and the other factor.
         Experts: for each chosen expert the token itself and its weight, all of these, and the weighted product; also
         the router's bookkeeping. The load of the experts is assumed to be even. Recomputed: gate and up, or neither;
-        those of TransformerEngine's experts are kept. Where only the first layers are dense, each
-        layer is taken for the kind that keeps more."""
+        TransformerEngine's experts keep theirs. Where only the first layers are dense, each layer is taken for the kind
+        that keeps more."""
         d, e = self.model.dimensions, self.element
         dense = {"none": 3 if self.fused_swiglu and not d.experts else 5, "elementwise": 2, "mlp": 0}[recompute]
         if not d.experts:

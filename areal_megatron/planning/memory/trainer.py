@@ -179,8 +179,8 @@ def _critic(
 def _logprobs(
     config: Config, hf_config: Mapping[str, Any], sizes: MegatronSizes, stage: int, held_logits: int
 ) -> MemoryPart:
-    """trainer/logprobs.py: the logits of a tile; the gradient of the output layer, and in float32 that of a tile's
-    columns; and the final hidden states of a micro-batch: gathered, picked, and their gradient, in float32 at first."""
+    """trainer/logprobs.py: the logits of a tile; the gradient of the output layer, and a tile's columns of it in
+    float32; and the final hidden states of a micro-batch: gathered, picked, and their gradient, in float32 at first."""
     model, element = architecture(hf_config).dimensions, ITEMSIZE[config.model.dtype]
     tokens, rows = microbatch_tokens(config), sizes.padded_vocabulary(model.vocabulary) // sizes.tp
     high, wide = tile(tokens, rows, held_logits)
