@@ -1,5 +1,6 @@
 """A further carrier is one class and one line of CARRIERS: here messages are files in a folder."""
 
+import ast
 import os
 import time
 from dataclasses import fields
@@ -11,6 +12,7 @@ import torch
 from areal_megatron.config import ReshardConfig
 from areal_megatron.reshard import carriers
 from areal_megatron.reshard.carriers.base import Carrier, Deadline
+from areal_megatron.reshard.staging import Staging
 
 
 class Files(Carrier):
@@ -90,3 +92,25 @@ def test_two_carriers_that_do_not_meet_say_so(pools, folder):
 def test_every_carrier_is_a_choice_of_reshard_link():
     (link,) = (field for field in fields(ReshardConfig) if field.name == "link")
     assert set(link.metadata["choices"]) - {"auto"} == set(carriers.CARRIERS)
+
+
+SETTINGS = {"device", "host", "full", "streamed", "few-changes"}
+KINDS = {"Dialer", "Listener"} | {
+    kind.__name__ for kind in (*Carrier.__subclasses__(), *Staging.__subclasses__(), carriers.Host, carriers.Tls)
+}
+
+
+def test_carriers_and_stagings_are_told_apart_in_their_own_files_alone():
+    """No condition elsewhere names one, nor what `reshard.link` and `reshard.staging` may be."""
+    folder, found = Path(carriers.__file__).parents[1], []
+    for path in sorted(folder.glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if path.name != "staging.py" and isinstance(node, ast.If | ast.IfExp | ast.While | ast.Match):
+                within = ast.walk(node.subject if isinstance(node, ast.Match) else node.test)
+                named = ((getattr(part, "id", ""), getattr(part, "value", "")) for part in within)
+                found += [f"{path.name}:{node.lineno}" for name, value in named if name in KINDS or _is_setting(value)]
+    assert not found
+
+
+def _is_setting(value):
+    return isinstance(value, str) and value in SETTINGS
