@@ -71,6 +71,7 @@ from areal_megatron.workflows.episode import EpisodeSpec
 from areal_megatron.workflows.runner import runner_of
 from areal_megatron.workflows.sampling import Decoding, Sampling, sampling_seed
 from areal_megatron.workflows.scoring import Scorer
+from areal_megatron.workflows.trial import try_workflows
 from areal_megatron.workflows.workflow import check_workflow
 
 _PROGRESS_S = 5.0
@@ -146,6 +147,7 @@ class OfflineEvaluation:
             check_workflow(kind)
             own = [replace(prompt, environment=0) for prompt in self.prompts if prompt.environment == number]
             try_rewards(kind, own, _say)
+            try_workflows(kind, own, _say)
 
     @property
     def settings(self) -> dict[str, object]:

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import json
 import math
+import os
 import shutil
 import subprocess
 import sys
@@ -436,6 +437,22 @@ def test_a_run_is_evaluated_as_it_evaluates_itself(world, tmp_path, workflow):
     assert evaluate.config_of(evaluate._options([str(run / "hf"), "x"])).reward.function.endswith(":coarse") is False
     (run / "incarnations").mkdir()
     assert evaluate.config_of(evaluate._options([str(run / "hf"), "x"])).reward.function.endswith(":coarse")
+
+
+def test_a_mistake_in_a_runs_workflow_is_told_before_an_engine_is_started(world, tmp_path, monkeypatch):
+    (tmp_path / "mistaken.py").write_text("async def run(episode):\n    await episode.sample(1)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    run, data = tmp_path / "mine", tmp_path / "eval.jsonl"
+    shutil.copytree(world / "model", run / "hf")
+    data.write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    values = {"MODEL": world / "model", "TRAIN": data, "EVAL": data, "WORKFLOW": "mistaken:run"}
+    text = RUN
+    for name, value in values.items():
+        text = text.replace(name, str(value))
+    (run / "config.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=r"^rollout\.workflow: mistaken:run fails .*TypeError.*mistaken\.py:2"):
+        evaluate.OfflineEvaluation(evaluate._options([str(run)]))
 
 
 def test_what_cannot_be_evaluated_of_a_run_is_said_in_one_line(world, tmp_path, capsys):
