@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from areal_megatron.config import Config, config_file
 from areal_megatron.data.supervised import SupervisedData
 from areal_megatron.data.tokenizer import Tokenizer
+from areal_megatron.process.ending import end
 from areal_megatron.process.shown import guard
 from areal_megatron.run.folder import Run, from_command_line, one_line
 from areal_megatron.run.versions import require
@@ -71,3 +72,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    end()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from areal_megatron.config import config_file
+from areal_megatron.process.ending import end
 from areal_megatron.process.shown import guard
 from areal_megatron.run.folder import from_command_line, one_line
 from areal_megatron.run.versions import require
@@ -70,3 +71,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    end()

@@ -11,6 +11,7 @@ from areal_megatron.config import ConfigError
 from areal_megatron.engine import vllm_options
 from areal_megatron.engine.server import PASSED_THROUGH
 from areal_megatron.process import lifeline
+from areal_megatron.process.ending import end
 
 
 def main() -> None:
@@ -39,3 +40,4 @@ def main() -> None:
 
 if __name__ == "__main__":  # its processes may import this module
     main()
+    end()
