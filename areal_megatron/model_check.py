@@ -120,8 +120,8 @@ def _check_whole(hf: dict[str, Any], path: str) -> None:
 
 
 def trained_config(config: Config, pad_token: int | None = None) -> dict[str, Any]:
-    """Returns config.json of the model that the run trains: that of model.path, but in mode reward_model with a score
-    in place of logits, and `pad_token` as in `as_reward_model`. Raises ConfigError."""
+    """Returns config.json of the model that the run trains: model.path's, but in mode reward_model with a score in
+    place of logits, and `pad_token` as in `as_reward_model`. Raises ConfigError."""
     described = read_config(config.model.path)
     return as_reward_model(described, pad_token) if config.mode == "reward_model" else described
 

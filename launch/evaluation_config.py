@@ -1,5 +1,5 @@
-"""The config with which `areal evaluate` starts its engine and scores answers: that of a run, with the options given in
-place of its keys, or one for any model."""
+"""The config with which `areal evaluate` starts its engine and scores answers: a run's, with the options given in place
+of its keys, or one for any model."""
 
 from __future__ import annotations
 

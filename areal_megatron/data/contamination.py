@@ -143,7 +143,7 @@ class _Words:
         return self._some(kept[self.rows])
 
     def within(self, frames: dict[int, _Frame], prompts: Sequence[Prompt]) -> _Words:
-        """Returns the words without those of the frames of the prompts' sources."""
+        """Returns the words without the frames of the prompts' sources."""
         kept, starts = np.ones(len(self.rows), bool), self.starts
         sources = np.array([prompt.source for prompt in prompts])
         for source, frame in frames.items():

@@ -125,7 +125,7 @@ def recorded(folder: Path, first: int, batch_size: int) -> list[Path]:
 
 
 def check_same(folder: Path, checkpoint: Path) -> None:
-    """Raises ConfigError if the batch that the replay of a checkpoint has trained last is not that of the folder."""
+    """Raises ConfigError if the batch that the replay of a checkpoint has trained last differs from the folder's."""
     if not (path := checkpoint / REPLAYED).exists():  # it has trained none
         return
     last = read(path, _decode_replayed)

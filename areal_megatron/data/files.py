@@ -54,7 +54,7 @@ class Record:
 
 
 def rows(config: Config, key: str) -> Iterator[Record]:
-    """Yields the rows of data.train or data.eval (`key`), or those of all environments, one after the other.
+    """Yields the rows of data.train or data.eval (`key`), or of all environments, one after the other.
 
     Rows and sources are counted through all of them. Raises ConfigError for the reasons `records` does.
     """

@@ -128,7 +128,7 @@ def read_prompts(
     left_out: LeftOut | None = None,
 ) -> list[Prompt]:
     """Returns all prompts of data.train or data.eval (`key`), or of all environments, those longer than
-    data.max_prompt_tokens included; `problems_of` and `left_out` are those of `usable_rows`.
+    data.max_prompt_tokens included; `problems_of` and `left_out`: as in `usable_rows`.
 
     A row is {"prompt": text or messages, "answer": text, number or JSON value, "response_tokens": optional forced
     length} or in another format of data/formats.py; each may have a `pass_rate` from 0 to 1. For a reward model no

@@ -30,7 +30,7 @@ from areal_megatron.run.json_input import read_object, read_regular
 _NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 _MORE_NAMES = ("additional_special_tokens", "extra_special_tokens")
 MOST_TOKENIZER_BYTES = 256 * 2**20
-"""Bytes of the largest tokenizer.json that is read; those of published models have up to 35 MB."""
+"""Bytes of the largest tokenizer.json that is read; published models' have up to 35 MB."""
 _TAIL = 64
 """So many tokens of a prompt are looked at for how it begins the answer."""
 _OPENED = re.compile(r"(?:(?:</?[A-Za-z_][\w-]*>|\[/?[A-Z][A-Z_]*\])\s*)+\Z")
@@ -439,7 +439,7 @@ class Tokenizer:
 
     def _all_settings(self) -> dict[str, Any]:
         """Returns tokenizer_config.json. Where it does not list the added tokens, it is an older one: the special
-        tokens are then those of special_tokens_map.json, as in transformers."""
+        tokens then come from special_tokens_map.json, as in transformers."""
         settings = self._json("tokenizer_config.json")
         if "added_tokens_decoder" in settings:
             return settings

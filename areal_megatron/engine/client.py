@@ -239,7 +239,7 @@ class EngineClient:
         await self._call("POST", "/init_weight_transfer_engine", init_body)
 
     async def take_over(self) -> None:
-        """Brings an engine that another controller has left, in whatever state, into that of a new one."""
+        """Resets an engine that another controller has left, in whatever state, to a new engine's."""
         await self._call("POST", "/collective_rpc", {"method": "close_update"})
         await self.pause(clear_cache=True)
         await self.resume()

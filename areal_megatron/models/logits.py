@@ -21,7 +21,7 @@ def gpu_logits(memory: float) -> int:
     """Returns how many logits a GPU with `memory` bytes (0 if unknown) holds at a time: what fits a fiftieth of it.
 
     More would not be faster: products with square tiles are at their full rate long before. A power of two, so that
-    GPUs of about the same size hold as many.
+    GPUs of about the same size hold the same number.
     """
     return _power_of_two(int((memory or UNKNOWN) / 50 / BYTES))
 

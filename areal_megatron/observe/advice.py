@@ -70,7 +70,8 @@ class Balance:
 
     @classmethod
     def of(cls, updates: Sequence[dict[str, Any]]) -> Balance:
-        """Returns the means over these update lines of metrics.jsonl, which have all the keys and as many engines."""
+        """Returns the means over these update lines of metrics.jsonl, which have all the keys and equal numbers of
+        engines."""
 
         def mean_of(seconds: Callable[[dict[str, Any]], float]) -> float:
             return sum(map(seconds, updates)) / len(updates)

@@ -26,7 +26,7 @@ class Sizes:
 
     @classmethod
     def given(cls, options: argparse.Namespace) -> Sizes:
-        """Returns the sizes that flags give. Raises ConfigError for those of no cluster."""
+        """Returns the sizes that flags give. Raises ConfigError for sizes of no cluster."""
         sizes = cls(options.nodes, options.gpus, options.gpu_gb)
         if sizes.nodes < 1 or sizes.gpus < 0 or sizes.gpu_gib < 0:
             raise ConfigError(

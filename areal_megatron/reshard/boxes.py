@@ -1,10 +1,10 @@
 """Boxes and layouts: which part of the model each rank of a pool holds, and where.
 
-Canonical tensors are those of the Hugging Face checkpoint, by name and shape. Names are patterns (models/pattern.py): a
-`{}` is the number of a layer or an expert. All tensors of a pattern together are one tensor with a leading axis for
-each `{}`, so that layers and experts are cut, intersected and counted like rows and columns. A layout lists one rank's
-local parameters (patterns too) and the pieces of canonical tensors that they hold; what no piece covers is padding.
-Pure Python: no torch, no process group.
+Canonical tensors are the Hugging Face checkpoint's, by name and shape. Names are patterns (models/pattern.py): a `{}`
+is the number of a layer or an expert. All tensors of a pattern together are one tensor with a leading axis for each
+`{}`, so that layers and experts are cut, intersected and counted like rows and columns. A layout lists one rank's local
+parameters (patterns too) and the pieces of canonical tensors that they hold; what no piece covers is padding. Pure
+Python: no torch, no process group.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Layout:
-    """What one rank holds. All shapes are those of patterns, with the axes of their numbers first.
+    """What one rank holds. All shapes belong to patterns, with the axes of their numbers first.
 
     Example:
         held = layout(hf_config, MegatronSizes(tp=2), rank=0)  # from trainer_layout.py

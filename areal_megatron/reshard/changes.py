@@ -48,7 +48,7 @@ _SPARSE = 0.1
 
 
 class ChangesError(ValueError):
-    """Bytes are no changes, or not those of this base; the message is one line."""
+    """Bytes are no changes, or another base's; the message is one line."""
 
 
 def bits(tensor: Tensor) -> Tensor:

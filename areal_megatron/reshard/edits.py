@@ -14,7 +14,7 @@ from areal_megatron.reshard.boxes import Piece
 from areal_megatron.reshard.changes import Changes, bits
 
 _ALIGNED = 8
-"""Every address in a Room is a multiple of so many bytes."""
+"""Every address in a Room is a multiple of this number of bytes."""
 
 
 class Room:

@@ -97,7 +97,7 @@ class Bucket:
 
     @property
     def name(self) -> str:
-        """What the message is called among those of its destination."""
+        """The message's name among its destination's messages."""
         return f"{self.source}:{self.number}"
 
 

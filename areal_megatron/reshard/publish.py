@@ -71,7 +71,7 @@ class Publisher:
     """Sends the live parameters of one trainer rank to the engines, in the background.
 
     Every trainer rank has one, and all ranks make the same calls. No step may change the parameters between `publish`
-    and the return of `wait_until_read`. Raises LayoutError if they are not those of the layout.
+    and the return of `wait_until_read`. Raises LayoutError if they differ from the layout's.
 
     Example:
         planner = Planner(hf_config, MegatronSizes(tp=2), EngineSizes(tp=1))

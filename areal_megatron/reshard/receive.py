@@ -11,7 +11,7 @@ raises, and all have the same idea of whether vLLM's session is open.
 vLLM rearranges experts after loading. On CUDA the Triton kernels compute from the loaded weights as they are, and any
 other is refused. On CPU the kernels compute from a packed form, which replaces the loaded one: here updates are written
 into plain tensors of their own and packed again after each. So are the convolutions of gated delta nets. What latent
-attention derives from its projections is a view of them, or made again.
+attention derives from its projections is a view of them, or recomputed.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Joins a new generation of the link in the background.
 
-        Raises LayoutError if vLLM's parameters are not those of the layout.
+        Raises LayoutError if vLLM's parameters differ from the layout's.
         """
         parallel, problem = self.parallel_config, ""
         tp, dp = parallel.tensor_parallel_size, parallel.data_parallel_size

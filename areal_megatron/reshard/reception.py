@@ -33,7 +33,7 @@ from areal_megatron.reshard.transport import Link, Message
 class Inlet:
     """An engine rank's end of the link in one generation. Joins and plans on a thread of its own.
 
-    Raises LayoutError, before anything is received, if the shard's parameters are not those of the layout.
+    Raises LayoutError, before anything is received, if the shard's parameters differ from the layout's.
     """
 
     def __init__(self, shard: Shard, info: LinkInfo, log: Callable[[str], None] = print):
@@ -45,8 +45,8 @@ class Inlet:
         self.arrivals: list[Arrival] = []
         self.digest = ""
         self.groups: list[list[int]] = []
-        """The numbers of the arrivals in the order in which they arrive; only those of a group may come as changes of
-        several messages."""
+        """The numbers of the arrivals in the order in which they arrive; only a group's may come as changes of several
+        messages."""
         self.dtype = getattr(torch, info.dtype)
         """The dtype of the messages that have none of their own."""
         _check(shard, info.hf_config, EngineSizes(**info.engine_sizes), self.dtype, self.name)

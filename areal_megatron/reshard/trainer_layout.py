@@ -20,7 +20,7 @@ from areal_megatron.reshard.shard import ShardBuilder, Share
 
 
 class Coordinates(NamedTuple):
-    """A rank's index in each dimension of parallelism; etp, ep and edp (data parallelism) are those of the experts."""
+    """A rank's index in each dimension of parallelism; etp, ep and edp (data parallelism) are the experts'."""
 
     tp: int
     cp: int

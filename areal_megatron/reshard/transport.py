@@ -109,7 +109,7 @@ class Link:
             raise LinkError(self._lost(e)) from None
 
     def _agree_on_library(self, who: str) -> None:
-        """Raises LinkError, after telling the other ranks, if this rank's library is not that of the first to join. Two
+        """Raises LinkError, after telling the other ranks, if this rank's library differs from the first rank's. Two
         versions of NCCL do not connect, and the reason is in NCCL's own log at most."""
         mine = self.carrier.library
         try:

@@ -238,8 +238,8 @@ def _relations(node: Formula) -> Iterator[Formula]:
 
 
 def _is_solved(given: Formula, known: Formula) -> bool:
-    """Whether all relations say what a symbol is, unless those of the known answer do not either; and whether one of
-    several equal expressions alone is more than a symbol."""
+    """Whether all relations say what a symbol is, unless the known answer's do not either; and whether one of several
+    equal expressions alone is more than a symbol."""
     solved = all(any(map(_is_name, relation.parts)) for relation in _relations(known))
     chained = any("=" in relation.value and len(relation.parts) > 2 for relation in _relations(known))
     for relation in _relations(given):
@@ -264,7 +264,7 @@ class _Item:
 
 
 class _Comparison:
-    """Compares an answer with the known one, and refuses it where its form is not that of an answer."""
+    """Compares an answer with the known one, and refuses it where its form is not an answer's."""
 
     def __init__(self, text: str, given: Formula, known: Formula, prompt: str) -> None:
         self.text, self.given, self.known, self.prompt = text, given, known, prompt

@@ -181,7 +181,7 @@ class Functions:
 
 
 def serve(settings: Sequence[str], requests: BinaryIO, replies: BinaryIO) -> None:
-    """Answers requests until their stream ends; `settings`: those of Functions, as texts."""
+    """Answers requests until their stream ends; `settings`: as in Functions, as texts."""
     name, group_name, timeout_s, model, run = settings
 
     def reply(message: msgspec.Struct) -> None:

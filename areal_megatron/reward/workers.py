@@ -156,7 +156,7 @@ class RewardWorkers:
         return worked_s / self._count
 
     def _count_work(self, more: int) -> None:
-        """Adds up the work since it was called last; from now on so many more workers have some."""
+        """Adds up the work since it was called last; from now on `more` further workers have some."""
         now_s = time.monotonic()
         self._worked_s += self._at_work * (now_s - self._counted_at)
         self._at_work, self._counted_at = self._at_work + more, now_s

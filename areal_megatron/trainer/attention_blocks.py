@@ -121,7 +121,7 @@ class PastBlock:
 
     @classmethod
     def all_of(cls, pasts: Sequence[Past], device: torch.device | str) -> list[PastBlock]:
-        """Returns blocks of pasts whose numbers of keys and of queries are at most WASTE times those of the others."""
+        """Returns blocks of pasts whose numbers of keys and of queries are at most WASTE times the others'."""
         found, left = [], sorted(pasts, key=lambda past: (-len(past.keys), -len(past.queries)))
         while left:
             alike = [_alike(past, left[0]) for past in left]

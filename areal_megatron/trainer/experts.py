@@ -90,7 +90,7 @@ class _LastFirst(ModuleList):
 
 
 class _Products(torch.autograd.Function):
-    """[rows, in], an expert's rows after those of the one before, times its weight [out, in]ᵀ → [rows, out]"""
+    """[rows, in], an expert's rows after the previous one's, times its weight [out, in]ᵀ → [rows, out]"""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, counts: list[int], *weights: Tensor) -> Tensor:

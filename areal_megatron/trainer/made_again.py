@@ -25,7 +25,7 @@ def not_kept(
     tensors: tuple[Tensor, ...], make: Callable[[], tuple[Tensor, ...]]
 ) -> torch.autograd.graph.saved_tensors_hooks:
     """A context in which autograd keeps neither these tensors nor views of them: where it would, `make`, which gets no
-    gradient, makes them again in the backward pass, in the same order and strides.
+    gradient, recomputes them in the backward pass, in the same order and strides.
 
     For tensors that are gathered or selected, so that nothing is kept of how they came about. What is computed with
     them may keep any part of them, and they have gradients as usual.

@@ -47,7 +47,7 @@ class Objective:
 
     def logprobs(self, hidden: Tensor, microbatch: MicroBatch, *, written: bool = False) -> Tensor:
         """Returns the log-probability of each trained token, float32 [N], by the distribution that answers are sampled
-        from; by that of temperature 1 if they are `written`."""
+        from; by the distribution at temperature 1 if they are `written`."""
         return trained_logprobs(self._policy, self._written if written else self._sampled, hidden, microbatch)[0]
 
     def ppo(self, hidden: Tensor, sampled: PPOMicroBatch, taken: int, sums: TokenSums) -> Tensor:

@@ -65,7 +65,7 @@ class Scorer:
         self._config, self.workers, self._max_new_tokens = config, workers, max_new_tokens
 
     async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Score]:
-        """Returns a score for each answer to one prompt, in order. The formula is that of `reward`."""
+        """Returns a score for each answer to one prompt, in order. The formula is the same as for `reward`."""
         forced = prompt.response_tokens is not None
         truncated = [c.finish_reason == "length" and not forced for c in completions]
         asked = [self.scores_truncated or not cut for cut in truncated]

@@ -1,4 +1,4 @@
-"""A page that shows a run while it goes on: `areal status RUN --web`; or those of a folder, side by side.
+"""A page that shows a run while it goes on: `areal status RUN --web`; or the runs of a folder, side by side.
 
 The page itself is three files without data (page.html, page.css, page.js). What they show comes from /api/, and only
 for who sends the token that is in the printed address, as `Authorization: Bearer TOKEN`. Everything is read from the

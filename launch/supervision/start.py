@@ -270,8 +270,8 @@ def _check_description(folder: str) -> None:
 
 
 def check_input(config: Config, weights: bool = True) -> Sequence[Member]:
-    """Checks what can be checked without nodes, of a config whose models and data are on this disk; `weights`: those of
-    the models too. Returns what data.train holds, nothing for a replay. Raises ConfigError."""
+    """Checks what can be checked without nodes, of a config whose models and data are on this disk; `weights`: the
+    models' weights too. Returns what data.train holds, nothing for a replay. Raises ConfigError."""
     members: Sequence[Member] = ()
     check_model(config, weights)
     if config.mode != "replay":

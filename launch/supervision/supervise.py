@@ -61,11 +61,11 @@ def supervise(
 ) -> Outcome:
     """Starts the processes of a run that has begun, watches them, and returns how the run ended; leaves no process.
 
-    `options` are those of start.parser. The run survives the failure of a process while there are `restarts` left: an
-    engine is restarted alone, a trainer rank together with all trainer ranks and the controller, and if the controller
-    itself fails, everything is restarted. What a process refuses, and a failure that repeats by itself (failure.py),
-    ends the run whatever restarts are left. SIGUSR1 asks the run to save a checkpoint and stop; SIGTERM and SIGINT end
-    it at once, and so does another launcher that takes the next `lease`. `on_poll` is called ten times a second.
+    `options` are start.parser's. The run survives the failure of a process while there are `restarts` left: an engine
+    is restarted alone, a trainer rank together with all trainer ranks and the controller, and if the controller itself
+    fails, everything is restarted. What a process refuses, and a failure that repeats by itself (failure.py), ends the
+    run whatever restarts are left. SIGUSR1 asks the run to save a checkpoint and stop; SIGTERM and SIGINT end it at
+    once, and so does another launcher that takes the next `lease`. `on_poll` is called ten times a second.
     """
     output.never_fail()
     lease.guard(hosts.guardian)

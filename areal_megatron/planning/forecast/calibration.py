@@ -187,7 +187,8 @@ def _transfers(runs: Sequence[FinishedRun], gpu: Accelerator) -> dict[str, float
 
 
 def _engines(runs: Sequence[FinishedRun], gpu: Accelerator) -> Efficiencies:
-    """Returns the efficiencies with those of engines: a step, a request in it, an answer's begin, and a pause."""
+    """Returns the efficiencies with the engines' own fitted: a step, a request in it, an answer's begin, and a
+    pause."""
     bare = replace(gpu.efficiencies, step_s=0.0, request_s=0.0, answer_s=0.0)
     rows, rest, took = [], [], []
     for run in runs:

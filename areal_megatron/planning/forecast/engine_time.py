@@ -41,7 +41,7 @@ class EngineTime:
         return whole / (self._tp * self._gpu.flops) + self._traffic(tokens)
 
     def begin(self, answers: int) -> float:
-        """Returns the time that so many new answers take besides their prompts."""
+        """Returns the time of `answers` new answers besides their prompts."""
         return answers * self._gpu.efficiencies.answer_s
 
     def weight_elements(self, running: float) -> float:

@@ -209,7 +209,7 @@ class TrainerOptions:
                 yield Shape(tp, cp, pp, vpp, ep, int(experts > 0 and tp > 1))
 
     def _on(self, shape: Shape, ranks: int) -> TrainerConfig | None:
-        """Returns the trainers of a shape on so many ranks; None if there are none."""
+        """Returns the trainers of a shape on `ranks` ranks; None if there are none."""
         dp, rest = divmod(ranks, shape.tp * shape.cp * shape.pp)
         expert_ranks = shape.ep * (shape.etp or shape.tp)
         most = self._config.batch_size // self._config.ppo.minibatches

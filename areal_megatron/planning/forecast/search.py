@@ -153,8 +153,8 @@ class Search:
         lengths: AnswerLengths,
         bounds: SearchBounds,
     ):
-        """`nodes` are those of `cluster`. Raises ConfigError for a run without two pools, and where no engine has room
-        for an answer."""
+        """`nodes` are the cluster's. Raises ConfigError for a run without two pools, and where no engine has room for
+        an answer."""
         if config.mode != "rl":
             raise ConfigError(f"--best: a run of mode={config.mode} has no engines; there is nothing to divide")
         if config.machine.shared:
@@ -230,7 +230,7 @@ class Search:
         )
 
     def _guesses(self, trainer: TrainerConfig, ranks: int, seconds: float) -> list[_Guess]:
-        """Returns the best guess for each size of the engines, where trainers take so many seconds."""
+        """Returns the best guess for each size of the engines, where trainers take `seconds` seconds."""
         found = []
         for option in self._engines:
             reward = (

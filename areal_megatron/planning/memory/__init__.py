@@ -1,7 +1,7 @@
 """Estimates the memory that a run needs, from its config and the model's config.json: pure functions without torch.
 
-Figures are those of the fullest rank of each pool. What this project and Megatron allocate is counted from the layout
-tables of models; what CUDA, NCCL and vLLM take besides is an allowance, and the table says so.
+Figures are for the fullest rank of each pool. What this project and Megatron allocate is counted from the layout tables
+of models; what CUDA, NCCL and vLLM take besides is an allowance, and the table says so.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class Layer:
         return (norms + self._attention + mlp) / self.sizes.tp + (0 if self.rotates_alike else 2 * self.rotation)
 
     def again(self, recompute: str) -> float:
-        """Returns the bytes that the layer's backward pass makes again before it uses them."""
+        """Returns the bytes that the layer's backward pass recomputes before it uses them."""
         made = replace(self, modules=()).kept("none")
         return made if recompute == "full" else made - self.kept(recompute)
 
