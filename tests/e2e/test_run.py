@@ -226,8 +226,8 @@ def test_a_run_leaves_what_it_promises_and_nothing_else(local_run, world):
                 "rollout.tp": 2,
                 "machine.slots": 6,
                 "rollout.max_staleness": 1,
-                "held_out": 200,
-                "data.eval": f"{world / 'heldout-200.jsonl'},{others}",
+                "held_out": 100,
+                "data.eval": f"{world / 'heldout-100.jsonl'},{others}",
                 "eval.every": 6,
                 "eval.n": 2,
                 "eval.top_k": 20,
@@ -263,12 +263,12 @@ def test_a_run_leaves_what_it_promises_and_nothing_else(local_run, world):
     evaluations = [line for line in lines if line["kind"] == "eval"]
     assert [e["version"] for e in evaluations] == [0, 6]
     for evaluation in evaluations:
-        files, items = evaluation["files"], {"heldout-200": 200, "others": 20}
-        assert {name: file["items"] for name, file in files.items()} == items and evaluation["items"] == 220
+        files, items = evaluation["files"], {"heldout-100": 100, "others": 20}
+        assert {name: file["items"] for name, file in files.items()} == items and evaluation["items"] == 120
         averages = {name: file["avg@2"] for name, file in files.items()}
         assert all(0 <= a["low"] <= a["value"] <= a["high"] <= 1 and a["low"] < a["high"] for a in averages.values())
         assert all(file["pass@2"]["value"] >= file["avg@2"]["value"] for file in files.values())
-        mean = sum(averages[name]["value"] * count for name, count in items.items()) / 220
+        mean = sum(averages[name]["value"] * count for name, count in items.items()) / 120
         assert evaluation["accuracy"] == pytest.approx(mean)
         assert evaluation["version"] <= evaluation["version_min"] <= evaluation["version_mean"]
         assert evaluation["version_mean"] <= evaluation["version_max"] <= 6
