@@ -54,14 +54,16 @@ def isolation():
         pytest.skip(str(e))
 
 
-gc.disable()
-
-
-def pytest_collection_finish() -> None:
-    """Has no collection of garbage visit what was imported and collected, a million objects and more: a quarter of the
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Has no collection of garbage visit what is imported and collected, a million objects and more: a quarter of the
     time of importing it, and half a second of whatever test comes to it later."""
-    gc.freeze()
-    gc.enable()
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_unconfigure() -> None:
