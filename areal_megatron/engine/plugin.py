@@ -8,6 +8,8 @@ import os
 from functools import cache
 from typing import Any
 
+from areal_megatron.process.patching import patch
+
 
 @cache  # vLLM calls entry points more than once in a process
 def register() -> None:
@@ -35,15 +37,13 @@ def _keep_linear_weights() -> None:
     import torch
     from vllm.model_executor.layers import utils
 
-    prepare = utils.dispatch_cpu_unquantized_gemm
-
     def plain(layer: torch.nn.Module, remove_weight: bool) -> None:
         if layer.weight.ndim != 2:
             prepare(layer, remove_weight)
         else:
             layer.cpu_linear = torch.nn.functional.linear
 
-    utils.dispatch_cpu_unquantized_gemm = plain
+    prepare = patch(utils, "dispatch_cpu_unquantized_gemm", plain)
 
 
 def _rotate_all_heads() -> None:
@@ -54,15 +54,13 @@ def _rotate_all_heads() -> None:
     from torch import Tensor
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
-    rotate = RotaryEmbedding.forward_cpu
-
     def forward_cpu(
         self: RotaryEmbedding, positions: Tensor, query: Tensor, key: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         has_heads = query.dim() == 3 or (key is not None and key.dim() == 3)
         return (self.forward_native if has_heads else rotate.__get__(self))(positions, query, key)
 
-    RotaryEmbedding.forward_cpu = forward_cpu
+    rotate = patch(RotaryEmbedding, "forward_cpu", forward_cpu)
 
 
 def _use_fused_kernels() -> None:
@@ -111,8 +109,8 @@ def _use_fused_kernels() -> None:
         own = ["areal", "native"]
         return IrOpPriorityConfig.with_default(["native"], rms_norm=own, fused_add_rms_norm=own)
 
-    SiluAndMul.forward_cpu = silu_and_mul
-    type(current_platform).get_default_ir_op_priority = classmethod(priority)
+    patch(SiluAndMul, "forward_cpu", silu_and_mul)
+    patch(type(current_platform), "get_default_ir_op_priority", classmethod(priority))
 
 
 def _expand_settings_of_requests() -> None:
@@ -131,7 +129,7 @@ def _expand_settings_of_requests() -> None:
         counts = ends.long().diff(prepend=ends.new_zeros(1))
         output.copy_(torch.where(of_requests == replaced, by, of_requests).repeat_interleave(counts))
 
-    cpu_triton_utils._expand_kernel_impl = expand  # not registered yet
+    patch(cpu_triton_utils, "_expand_kernel_impl", expand)  # not registered yet
 
 
 def _fork_processes() -> None:
@@ -142,10 +140,9 @@ def _fork_processes() -> None:
     from vllm.platforms import current_platform
 
     platform = type(current_platform)
-    check = platform.check_and_update_config
 
     def check_and_fork(_platform: type, config: Any) -> None:
         check(config)
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
 
-    platform.check_and_update_config = classmethod(check_and_fork)
+    check = patch(platform, "check_and_update_config", classmethod(check_and_fork))

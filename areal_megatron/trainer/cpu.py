@@ -2,8 +2,8 @@
 
 megatron-core 0.16.1 names CUDA in places that no setting reaches. Where no CUDA device is visible, the name `torch`
 inside megatron-core's own modules (and nowhere else in the process) is bound to a stand-in that forwards everything to
-torch except the few calls below, and trainer/elementwise.py computes parts of its layers. With a CUDA device the only
-changes are three calls that megatron-core fails to make without TransformerEngine.
+torch except the few calls below, and trainer/elementwise.py computes parts of its layers. trainer/patches.py has what
+is replaced with a CUDA device too.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from areal_megatron.process.patching import patch
 from areal_megatron.trainer import elementwise
 
 MODULES = (
@@ -51,19 +52,11 @@ def adapt_megatron() -> None:
     with _replaced(torch, "compile", lambda function=None, **_: function) if on_cpu else contextlib.nullcontext():
         for name in MODULES:
             importlib.import_module(name)
-    routing = sys.modules["megatron.core.transformer.moe.moe_utils"]
-    if not hasattr(routing, "te_general_gemm"):
-        routing.te_general_gemm = None  # its callers check for None where there is no TransformerEngine
-    # Latent attention believes that TransformerEngine is there, and looks for its classes.
-    engine = sys.modules["megatron.core.extensions.transformer_engine"]
-    sys.modules["megatron.core.transformer.multi_latent_attention"].HAVE_TE = engine.HAVE_TE
-    # Its default fp8=False is not None, so recomputation takes it for a request for FP8, which needs TransformerEngine.
-    sys.modules["megatron.core.tensor_parallel.random"].CheckpointWithoutOutput.__init__.__defaults__ = (None,)
     if on_cpu:
         stand_in = _Torch()
         for name, module in list(sys.modules.items()):
             if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:
-                module.torch = stand_in
+                patch(module, "torch", stand_in)
         _use_cpu_generator()
         _exchange_uneven_parts()
         elementwise.bind()
@@ -95,12 +88,11 @@ def cpu_passes_for_cuda() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _replaced(holder: Any, name: str, value: Any) -> Iterator[None]:
-    original = getattr(holder, name)
-    setattr(holder, name, value)
+    original = patch(holder, name, value)
     try:
         yield
     finally:
-        setattr(holder, name, original)
+        patch(holder, name, original)
 
 
 class _StandIn(ModuleType):
@@ -167,8 +159,8 @@ def _on_cpu(factory):
 def _use_cpu_generator() -> None:
     """Makes activation recomputation save and restore the CPU's random generator, which is the device's here."""
     random = sys.modules["megatron.core.tensor_parallel.random"]
-    random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
-    random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    patch(random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state())
+    patch(random, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state))
     logging.getLogger(random.__name__).setLevel(logging.ERROR)  # it warns about the CPU's generator
 
 
@@ -180,7 +172,6 @@ def _exchange_uneven_parts() -> None:
     """
     dispatcher = sys.modules["megatron.core.transformer.moe.token_dispatcher"]
     mappings = sys.modules["megatron.core.tensor_parallel.mappings"]
-    gather, reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
 
     def move(tensor, as_numpy=False, **_):
         if not torch.is_tensor(tensor):
@@ -203,6 +194,6 @@ def _exchange_uneven_parts() -> None:
         torch.distributed.all_reduce(whole, group=group)
         return whole.split(sizes)[group.rank()].clone()
 
-    dispatcher.maybe_move_tensor_to_cpu = move
-    mappings._gather_along_first_dim = gather_parts
-    mappings._reduce_scatter_along_first_dim = reduce_scatter_parts
+    patch(dispatcher, "maybe_move_tensor_to_cpu", move)
+    gather = patch(mappings, "_gather_along_first_dim", gather_parts)
+    reduce_scatter = patch(mappings, "_reduce_scatter_along_first_dim", reduce_scatter_parts)

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from areal_megatron.process.patching import patch
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Returns weight · x / √(mean(x²) + ε) over the last dimension, computed in float32."""
@@ -99,7 +101,6 @@ def _swapped(x: Tensor) -> Tensor:
 def bind() -> None:
     """Makes Megatron's layers compute with `rotated`, and with `swiglu` where bias_activation_fusion is on."""
     attention, mlp = (sys.modules[f"megatron.core.transformer.{name}"] for name in ("attention", "mlp"))
-    original = attention.apply_rotary_pos_emb
 
     def rotate(x: Tensor, angles: Tensor, config: Any, cu_seqlens: Tensor | None = None, mscale: float = 1.0, **others):
         if cu_seqlens is None and mscale == 1.0 and not config.rotary_interleaved:
@@ -107,4 +108,5 @@ def bind() -> None:
             return turned if angles.size(-1) == x.size(-1) else torch.cat((turned, x[..., angles.size(-1) :]), -1)
         return original(x, angles, config, cu_seqlens=cu_seqlens, mscale=mscale, **others)
 
-    attention.apply_rotary_pos_emb, mlp.bias_swiglu_impl = rotate, swiglu
+    original = patch(attention, "apply_rotary_pos_emb", rotate)
+    patch(mlp, "bias_swiglu_impl", swiglu)

@@ -26,9 +26,9 @@ from areal_megatron.models.table import ROUTER_BIAS, Dimensions
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 from areal_megatron.trainer import hardware
 from areal_megatron.trainer.cpu import cpu_passes_for_cuda
-from areal_megatron.trainer.gradients import accumulate_in_products
 from areal_megatron.trainer.layers import block_spec
 from areal_megatron.trainer.megatron_fields import with_fields
+from areal_megatron.trainer.patches import accumulate_in_products
 from areal_megatron.trainer.recompute import recompute
 from areal_megatron.trainer.routing import replay_routes
 

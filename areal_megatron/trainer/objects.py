@@ -13,6 +13,8 @@ from typing import Any, BinaryIO
 
 from torch.distributed import distributed_c10d
 
+from areal_megatron.process.patching import patch
+
 _TAG_BYTES = 32
 
 
@@ -49,4 +51,5 @@ def sign_objects(key: bytes) -> None:
                 )
             return pickle.loads(data)
 
-    distributed_c10d._pickler, distributed_c10d._unpickler = SigningPickler, SignedUnpickler
+    patch(distributed_c10d, "_pickler", SigningPickler)
+    patch(distributed_c10d, "_unpickler", SignedUnpickler)

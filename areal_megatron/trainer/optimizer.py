@@ -8,29 +8,18 @@ from typing import Any, NamedTuple
 
 import torch
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-from megatron.core.optimizer import clip_grads, get_megatron_optimizer
+from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
-from megatron.core.utils import local_multi_tensor_l2_norm
 from torch import Tensor
 
 from areal_megatron.config import OptimizerConfig
 from areal_megatron.run.folder import RunError
 from areal_megatron.trainer.cpu import cpu_passes_for_cuda
 from areal_megatron.trainer.pipeline import Chunks
-
-
-def _norm(_: int, __: Tensor, lists: list[list[Tensor]], *___: Any) -> tuple[Tensor, None]:
-    """Returns the norm of all tensors as one, [1]."""
-    return torch.stack(torch._foreach_norm(lists[0])).norm().unsqueeze(0), None
-
-
-if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:
-    # Without TransformerEngine and apex, Megatron takes the norm of each tensor to the host.
-    clip_grads.l2_norm_impl = _norm
 
 LOSS_SCALING = {"initial_loss_scale": 16.0, "min_loss_scale": 2.0**-15, "loss_scale_window": 200, "hysteresis": 1}
 """How float16 gradients are kept in range: a gradient that is not finite halves the scale of the loss, 200 finite ones
@@ -243,32 +232,13 @@ class ModelOptimizer:
 
 
 def _put_on_host(config: MegatronOptimizerConfig, on_cuda: bool) -> None:
-    """Makes Megatron keep main parameters and moments in the host's memory, and step there."""
-    HybridDeviceOptimizer._get_sub_optimizer_param_groups = _all_on_host
+    """Makes Megatron keep main parameters and moments in the host's memory, and step there; see patches.py."""
     config.optimizer_cpu_offload, config.optimizer_offload_fraction = True, 1.0
     config.overlap_cpu_optimizer_d2h_h2d = True
     config.pin_cpu_grads = config.pin_cpu_params = on_cuda
     # Without this Megatron keeps another copy of the main parameters on the device. The config asks for a version of
     # TransformerEngine where it is set from the start.
     config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
-
-
-def _all_on_host(optimizer: HybridDeviceOptimizer, _fraction: float) -> tuple[list, list, dict, dict, dict]:
-    """Takes the place of HybridDeviceOptimizer's method that divides parameters between the host and the device.
-
-    Megatron's own passes over parameters that are not on a CUDA device, cannot load states of float32 parameters, and
-    first copies whole parameters, before it knows which part of them is this rank's.
-    """
-    groups, copy_of, original_of = [], {}, {}
-    for group in optimizer.param_groups:
-        parts = [p for p in group["params"] if not isinstance(p, torch.nn.Parameter)]
-        for part in parts:
-            copy = torch.empty_like(part, dtype=torch.float32, device="cpu", pin_memory=optimizer.pin_cpu_params)
-            copy_of[part] = copy.copy_(part.detach())
-            original_of[copy] = part
-        if parts:
-            groups.append(group | {"params": [copy_of[part] for part in parts]})
-    return groups, [], copy_of, original_of, dict(copy_of)
 
 
 def _allocate_on_host(optimizer: HybridDeviceOptimizer) -> None:

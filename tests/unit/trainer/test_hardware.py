@@ -133,7 +133,7 @@ def test_swiglu_is_the_formula_on_cuda(rows, weighted):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_gradients_are_added_in_float32_on_cuda(dtype):
-    from areal_megatron.trainer.gradients import _Products
+    from areal_megatron.trainer.patches import _Products
 
     rows, gradient = (torch.randn(300, size, device="cuda", dtype=dtype) for size in (64, 96))
     total = torch.randn(96, 64, device="cuda")
