@@ -7,7 +7,8 @@ from collections.abc import Callable
 from areal_megatron.data.trajectory import BatchPart, decoder, encoder
 from areal_megatron.protocol import Bye, NextBatch, NotYet, PublishAgain, Reply, Stop, Trained
 from areal_megatron.rank.controller_port import ControllerPort
-from areal_megatron.trainer.trainer import BatchResult, Trainer
+from areal_megatron.trainer.ppo import BatchResult
+from areal_megatron.trainer.trainer import Trainer
 
 _encode = encoder().encode
 _PUBLISH_AGAIN = b"publish"

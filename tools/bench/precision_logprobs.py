@@ -20,7 +20,7 @@ def of_trainer(config: Config, run: Run, part: BatchPart) -> torch.Tensor:
     from areal_megatron.trainer.trainer import Trainer
 
     with Trainer(config, run, rank=0) as trainer:
-        return trainer.logprobs(part)
+        return trainer.ppo.logprobs(part)
 
 
 @torch.no_grad()

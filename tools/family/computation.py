@@ -54,7 +54,7 @@ def _ours(subject: Trainer) -> dict[str, Tensor]:
     with torch.no_grad(), ExitStack() as stack:
         seen = _watched(stack, chunk.module.decoder.layers, lambda names: names[1], batch_first=False)
         hidden = chunk(tokens, None, None)
-    weight = subject._objective._policy.output_weight
+    weight = subject.ppo._objective._policy.output_weight
     size = subject.hf_config["vocab_size"]
     return seen | {"the output layer": (hidden @ weight.T)[..., :size].transpose(0, 1)}
 

@@ -97,7 +97,7 @@ class TrainerTime:
         hidden = backwards / batch.counts[:, 0]
         total = backwards.sum() + np.maximum(0.0, self._step[0] - hidden).sum() + len(hidden) * self._step[1]
         ppo = self._config.ppo
-        # the first mini-batch's proximal policy is the current one (trainer/trainer.py)
+        # the first mini-batch's proximal policy is the current one (trainer/ppo.py)
         scored = np.full(len(forwards), int(ppo.has_reference))
         scored[1:] += ppo.objective == "decoupled"
         return float(total + (scored * forwards).sum() + self._gpu.efficiencies.batch_s)

@@ -31,7 +31,7 @@ def check_half_precision(folder: Path, rank: int, dtype: str, error: float) -> N
     with open_trainer(folder, rank, config) as subject, torch.no_grad():
         assert subject.device.type == "cuda"
         batch = pack_trajectories(trajectories, [0.0] * 12, [1.0] * 12, 0, "recompute", 1, subject.device)
-        work = [(batch.microbatch, lambda hidden: subject._objective.logprobs(hidden, batch.microbatch))]
+        work = [(batch.microbatch, lambda hidden: subject.ppo._objective.logprobs(hidden, batch.microbatch))]
         [logprobs] = pipeline.forward(subject.policy.chunks, work)
         expected = [oracle.response_logprobs(reference, t, 0.7)[t.loss_mask == 1] for t in trajectories]
         assert float((logprobs.cpu() - torch.cat(expected)).abs().mean()) < error

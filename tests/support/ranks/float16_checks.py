@@ -16,7 +16,8 @@ from areal_megatron.packing.partition import split
 from areal_megatron.run.folder import RunError
 from areal_megatron.train import train
 from areal_megatron.trainer import checkpoint, optimizer, pipeline
-from areal_megatron.trainer.trainer import BatchResult, Trainer
+from areal_megatron.trainer.ppo import BatchResult
+from areal_megatron.trainer.trainer import Trainer
 from tests.support import training_oracle as oracle
 from tests.support.comparison import pieces, whole_gradients
 from tests.support.plain_results import gradients, make_trajectories, minibatch

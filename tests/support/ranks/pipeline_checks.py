@@ -110,7 +110,7 @@ def check_hanging_engine(folder: Path, rank: int, layout: dict) -> None:
 
 def work_of(subject: Trainer) -> list:
     sampled = pack_trajectories(make_trajectories(7, 0), [1.0] * 7, [1.0] * 7, 0, "recompute", subject._part)
-    loss = partial(subject._objective.ppo, sampled=sampled, taken=0, sums=TokenSums())
+    loss = partial(subject.ppo._objective.ppo, sampled=sampled, taken=0, sums=TokenSums())
     return [(sampled.microbatch, loss)] * 4
 
 

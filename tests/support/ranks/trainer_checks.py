@@ -117,7 +117,7 @@ def check_logits(subject: Trainer, expected: dict) -> None:
     rows, tokens = rows_and_batch()
     batches = [pack(row, [np.arange(0)] * len(row), subject._part) for row in rows]
     size = subject.hf_config["vocab_size"]
-    weight = subject._objective._policy.output_weight if subject.parallel.is_last_stage else None
+    weight = subject.ppo._objective._policy.output_weight if subject.parallel.is_last_stage else None
 
     def logits(hidden, batch):
         hidden = gather_row(gather_sequence(hidden, subject.config), batch)
@@ -136,7 +136,7 @@ def check_logits(subject: Trainer, expected: dict) -> None:
 def check_logprobs(subject: Trainer, expected: dict) -> None:
     trajectories = make_trajectories(7, version=0)
     batch = pack_trajectories(trajectories, [0.0] * 7, [1.0] * 7, 0, "recompute", subject._part)
-    objective = subject._objective
+    objective = subject.ppo._objective
     found = partial(trained_logprobs, objective._policy, objective._sampled, microbatch=batch.microbatch)
     work = [(batch.microbatch, partial(found, entropy=True))]
     for logprobs, entropy in pipeline.forward(subject.policy.chunks, work):
@@ -152,7 +152,7 @@ def check_logprobs(subject: Trainer, expected: dict) -> None:
         group_of=[*range(7)],
     )
     found = expected["logprobs"] if subject.parallel.is_last_stage else torch.zeros(0)
-    torch.testing.assert_close(subject.logprobs(part), found, atol=1e-5, rtol=0)
+    torch.testing.assert_close(subject.ppo.logprobs(part), found, atol=1e-5, rtol=0)
 
 
 def check_gradient(subject: Trainer, expected: dict[str, torch.Tensor]) -> None:
@@ -207,7 +207,7 @@ class MiniBatch:
                 0,
                 "recompute",
                 subject._part,
-                subject._routing,
+                subject.ppo._routing,
                 [len(bundle) for bundle in bundles],
             )
             batch.proximal, batch.reference = (
@@ -219,7 +219,7 @@ class MiniBatch:
             subject._mask(batches, threshold)
         if subject.config.ppo.penalty.kl_cov:
             subject._mark(batches, subject.config.ppo.penalty.kl_cov_share)
-        loss = partial(subject._objective.ppo, taken=1, sums=TokenSums())
+        loss = partial(subject.ppo._objective.ppo, taken=1, sums=TokenSums())
         subject.policy.optimizer.zero_grad()
         pipeline.forward_backward(subject.policy.chunks, [(b.microbatch, partial(loss, sampled=b)) for b in batches])
 
@@ -497,8 +497,8 @@ def check_head(folder: Path, rank: int, model: str, tp: int, dtype: str) -> None
             microbatch = pack(sequences, trained, subject._part)
             [hidden] = pipeline.forward(subject.policy.chunks, [(microbatch, lambda hidden: hidden)])
             hidden = hidden.detach().requires_grad_()
-            weight = (20 * subject._objective._policy.output_weight.detach()).requires_grad_()
-            vocabulary = subject._objective._sampled
+            weight = (20 * subject.ppo._objective._policy.output_weight.detach()).requires_grad_()
+            vocabulary = subject.ppo._objective._sampled
             logprobs, entropies = token_logprobs(
                 hidden, weight, microbatch.rows, microbatch.labels, vocabulary, entropy=True
             )

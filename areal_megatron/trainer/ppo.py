@@ -1,0 +1,297 @@
+"""One PPO update of the policy, and of the critic if there is one (paper, Sections 4 and 5)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from areal_megatron.config import Config
+from areal_megatron.data.trajectory import BatchPart
+from areal_megatron.observe.timeline import Timeline
+from areal_megatron.ppo import diagnostics
+from areal_megatron.ppo.advantage import Rewards, over_tokens
+from areal_megatron.ppo.algorithm import ALGORITHMS, token_weights
+from areal_megatron.ppo.correction import within_second_moment
+from areal_megatron.ppo.loss import effective_share
+from areal_megatron.ppo.penalty import COVARIANT, most_covariant
+from areal_megatron.trainer import pipeline
+from areal_megatron.trainer.batch import PPOMicroBatch, RowPart, pack, pack_trajectories
+from areal_megatron.trainer.critic import Critic
+from areal_megatron.trainer.learner import Learner, Steps, step_metrics
+from areal_megatron.trainer.logprobs import Vocabulary
+from areal_megatron.trainer.objective import Objective
+from areal_megatron.trainer.parallel import Parallel
+from areal_megatron.trainer.reference import Reference
+from areal_megatron.trainer.routing import Routing
+from areal_megatron.trainer.token_sums import TokenSums
+from areal_megatron.trainer.update_size import UpdateSize
+
+COUNTS = ("tokens", "compared", "difference", "weight", "weight_squared")
+MAXIMA = ("ratio_max", "logprob_diff_max", *diagnostics.MAXIMA)
+MEANS = (
+    "loss",
+    "clip_share",
+    "dual_clip_share",
+    "capped_share",
+    "masked_share",
+    "ratio_mean",
+    "kl",
+    "kl_proximal",
+    "kl_step",
+    "entropy",
+)
+"""Reported as means over trained tokens."""
+
+
+@dataclass(frozen=True)
+class BatchResult:
+    """The outcome of a PPO update, the same on all ranks."""
+
+    version: int
+    """The version that was trained (i)."""
+    applied: bool
+    """False if every step that was tried was skipped because its gradient was not finite: the weights are unchanged.
+    While the critic warms up, the critic's steps count. A batch from which there is nothing to learn is applied, with
+    the same weights as before."""
+    metrics: dict[str, float]
+    """Means over trained tokens, the mean gradient norm and the last learning rate of the steps taken, and counts.
+    `logprob_diff_max`, `logprob_diff_p99` and `logprob_diff_mean` compare trainer and engine, and are present only if
+    the batch has tokens that were sampled by the trained version."""
+    probe: np.ndarray
+    """float32 [part.probe_tokens]: the log-probabilities of the probe's compared tokens under the version that was
+    trained, at temperature 1."""
+
+
+class PPO:
+    """Trains the policy on batches of trajectories; all ranks of the pool call the same methods."""
+
+    def __init__(
+        self,
+        config: Config,
+        policy: Learner,
+        critic: Critic | None,
+        reference: Reference | None,
+        vocabulary: Vocabulary,
+        parallel: Parallel,
+        part: RowPart,
+        timeline: Timeline,
+    ):
+        self._config, self._policy, self._critic, self._reference = config, policy, critic, reference
+        self._parallel, self._part, self._timeline = parallel, part, timeline
+        self._objective = Objective(policy.chunks[-1].module, vocabulary, config.ppo)
+        self._algorithm = ALGORITHMS[config.ppo.algorithm]
+        self._routing = Routing.of(policy.chunks[0].config)
+
+    def update(self, part: BatchPart, before_step: Callable[[], None] = lambda: None) -> BatchResult:
+        """Makes one PPO update on this replica's part of the batch: proximal log-probabilities, then mini-batches.
+
+        `before_step` is called right before parameters change for the first time.
+        """
+        start = time.monotonic()
+        probe, moved = self._probe(part), UpdateSize(self._policy.optimizer)
+        minibatches, teaching, metrics = self._assess(part)
+        self._set_proximal(minibatches)
+        self._set_reference(minibatches)
+        sums, steps = TokenSums(), Steps(before_step)
+        warming_up = self._critic and part.version < self._critic.warmup
+        for minibatch, teaches in zip(minibatches, teaching, strict=True):
+            loss = partial(self._objective.ppo, taken=len(steps.norms), sums=sums)
+            work = [(sampled.microbatch, partial(loss, sampled=sampled)) for sampled in minibatch]
+            if teaches and not warming_up:
+                self._step(work, steps)
+            else:
+                pipeline.forward(self._policy.chunks, work)  # for the metrics only
+                steps.idle += not warming_up
+        self._policy.optimizer.settle()
+        applied = not warming_up and steps.finish()
+        if self._critic:
+            before = (lambda: None) if applied else before_step
+            learned, critic_metrics = self._critic.train(minibatches, teaching, before)
+            applied, metrics = learned if warming_up else applied, metrics | critic_metrics
+        metrics |= self._ppo_metrics(sums, steps, start) | {"update_size": moved.relative(self._parallel)}
+        return BatchResult(part.version, applied, metrics, probe)
+
+    def logprobs(self, part: BatchPart) -> Tensor:
+        """Returns the log-probability of every trained token of the part under the present weights, float32 [N].
+
+        They are in the order of the micro-batches; [0] on other stages than the last. Nothing is trained.
+        """
+        trained = torch.tensor([int(t.loss_mask.sum()) for t in part.trajectories])
+        minibatches, _ = self._microbatches(part, trained, [0.0] * len(trained))
+        found = self._logprobs("logprobs", list(chain(*minibatches)))
+        return torch.cat([torch.zeros(0, device=self._parallel.device), *found])
+
+    def _step(self, work: Sequence[pipeline.Work], steps: Steps) -> None:
+        with self._timeline.span("train", tokens=pipeline.token_count(work)):
+            gradient_norm = self._policy.gradient(work)
+        self._policy.step(gradient_norm, steps)
+
+    def _ppo_metrics(self, sums: TokenSums, steps: Steps, start: float) -> dict[str, float]:
+        means = (*MEANS, "kl_reference") if self._reference else MEANS
+        names = (*COUNTS, *means, *diagnostics.SUMS, *diagnostics.GROUP_SUMS)
+        totals = sums.totals(self._parallel, names, MAXIMA)
+        share = effective_share(totals["weight"], totals["weight_squared"], totals["tokens"])
+        metrics = {"ratio_max": totals["ratio_max"], "effective_share": share, **diagnostics.metrics(totals)}
+        if totals["tokens"]:
+            metrics["weight_p99"] = sums.quantile(self._parallel, "weight", 0.99, totals["tokens"])
+        if totals["compared"]:
+            metrics["logprob_diff_p99"] = sums.quantile(self._parallel, "difference", 0.99, totals["compared"])
+            metrics["logprob_diff_max"] = totals["logprob_diff_max"]
+            metrics["logprob_diff_mean"] = totals["difference"] / totals["compared"]
+        per_token = {name: totals[name] / max(totals["tokens"], 1) for name in means}
+        return metrics | per_token | step_metrics(self._policy.optimizer, steps, totals["tokens"], start)
+
+    def _assess(self, part: BatchPart) -> tuple[list[list[PPOMicroBatch]], list[bool], dict[str, float]]:
+        """Returns the micro-batches of each mini-batch, with advantages, whether there is anything to learn from each,
+        and metrics that describe the advantages.
+
+        A critic's advantages are known on the last stage only.
+        """
+        trained = torch.tensor([int(t.loss_mask.sum()) for t in part.trajectories])
+        if self._critic:
+            minibatches, teaching = self._microbatches(part, trained, [0.0] * len(trained))
+            return minibatches, teaching, self._critic.assess(part, minibatches)
+        advantages, parallel = self._advantages(part, trained), self._parallel
+        described = over_tokens(advantages, trained, parallel.sum_over_replicas, parallel.max_over_ranks)
+        return *self._microbatches(part, trained, advantages.tolist()), described
+
+    def _microbatches(
+        self, part: BatchPart, trained: Tensor, advantages: list[float]
+    ) -> tuple[list[list[PPOMicroBatch]], list[bool]]:
+        """Returns the micro-batches of each mini-batch, and whether there is anything to learn from it."""
+        minibatches, teaching = [], []
+        for minibatch in part.minibatches:
+            members = [i for bundles in minibatch for i in chain(*bundles)]
+            weights, teaches = self._weights(members, trained, advantages)
+            minibatches.append([self._pack(part, bundles, advantages, weights) for bundles in minibatch])
+            teaching.append(teaches)
+        return minibatches, teaching
+
+    def _pack(
+        self, part: BatchPart, bundles: list[list[int]], advantages: list[float], weights: dict[int, float]
+    ) -> PPOMicroBatch:
+        members = [*chain(*bundles)]
+        return pack_trajectories(
+            [part.trajectories[i] for i in members],
+            [advantages[i] for i in members],
+            [weights[i] for i in members],
+            version=part.version,
+            kv_policy=self._config.rollout.kv_policy,
+            part=self._part,
+            routing=self._routing,
+            bundles=[len(bundle) for bundle in bundles],
+        )
+
+    def _advantages(self, part: BatchPart, trained: Tensor) -> Tensor:
+        if not self._config.ppo.rewards:
+            return torch.zeros(len(trained), dtype=torch.float64)
+        values = torch.tensor([t.reward for t in part.trajectories], dtype=torch.float64)
+        rewards = Rewards(values, trained, torch.tensor(part.group_of), part.groups)
+        return self._algorithm.advantages(rewards, self._parallel.sum_over_replicas)
+
+    def _weights(self, members: list[int], trained: Tensor, advantages: list[float]) -> tuple[dict[int, float], bool]:
+        """Returns the weight in the loss of each token of the trajectories `members`, a mini-batch of this replica, and
+        whether the loss of the whole mini-batch has a gradient.
+
+        It has none without trained tokens, nor, unless there are penalties or a critic, where all advantages are 0.
+        """
+        lengths = trained[members]
+        uneven = (lengths > 0) & (torch.tensor(advantages, dtype=torch.float64)[members] != 0)
+        counts = torch.stack([lengths.sum(), (lengths > 0).sum(), uneven.sum()]).double()
+        tokens, sequences, unequal = self._parallel.sum_over_replicas(counts).tolist()
+        longest = self._config.rollout.max_new_tokens
+        weights = token_weights(self._algorithm.mean, lengths, tokens, sequences, longest)
+        teaches = tokens > 0 and bool(unequal or self._critic or self._config.ppo.penalty.coefficients)
+        return dict(zip(members, weights.tolist(), strict=True)), teaches
+
+    def _set_proximal(self, minibatches: list[list[PPOMicroBatch]]) -> None:
+        """Sets the proximal log-probabilities that the objective needs, and what is chosen by them in each mini-batch.
+
+        With the decoupled objective the first mini-batch needs none, since the current policy is the proximal one until
+        the first step; M2PO and KL-Cov have to know them before the loss, and need all.
+        """
+        settings = self._config.ppo
+        threshold, covariant = settings.correction.m2po, COVARIANT in settings.penalty.coefficients
+        if settings.objective == "naive":
+            for sampled in chain(*minibatches):
+                sampled.proximal = sampled.behaviour
+        elif settings.objective == "decoupled":
+            asked = [e for minibatch in minibatches[0 if threshold or covariant else 1 :] for e in minibatch]
+            for sampled, logprobs in zip(asked, self._logprobs("proximal", asked), strict=False):
+                sampled.proximal = logprobs
+        for minibatch in minibatches:
+            if threshold:
+                self._mask(minibatch, threshold)
+            if covariant:
+                self._mark(minibatch, settings.penalty.kl_cov_share)
+
+    def _probe(self, part: BatchPart) -> np.ndarray:
+        """Returns BatchResult.probe, the same on all ranks. Each replica scores its own excerpts."""
+        if not part.probe_tokens:
+            return np.zeros(0, np.float32)
+        places = [np.flatnonzero(excerpt.compared) for excerpt in part.probe]
+        row = pack([excerpt.tokens for excerpt in part.probe], places, self._part)
+        rows = [row] + [pack([], [], self._part) for _ in range(self._config.trainer.microbatch_multiple - 1)]
+        work = [(row, partial(self._objective.logprobs, microbatch=row, written=True)) for row in rows]
+        with self._timeline.span("probe", tokens=pipeline.token_count(work)):
+            found = pipeline.forward(self._policy.chunks, work)
+        scored = torch.zeros(part.probe_tokens, dtype=torch.float64)
+        if self._parallel.is_last_stage:
+            own = found[0].cpu().double().split([len(place) for place in places])
+            for excerpt, logprobs in zip(part.probe, own, strict=True):
+                scored[excerpt.at : excerpt.at + len(logprobs)] = logprobs
+        return self._parallel.sum_of_last_stages(scored).float().numpy()
+
+    def _set_reference(self, minibatches: list[list[PPOMicroBatch]]) -> None:
+        if not self._reference:
+            return
+        asked = list(chain(*minibatches))
+        rows = [sampled.microbatch for sampled in asked]
+        with self._timeline.span("reference", tokens=sum(row.tokens.numel() for row in rows)):
+            found = self._reference.logprobs(rows)
+        for sampled, logprobs in zip(asked, found, strict=False):
+            sampled.reference = logprobs
+
+    def _logprobs(self, span: str, microbatches: list[PPOMicroBatch]) -> list[Tensor]:
+        """The log-probabilities of each micro-batch's trained tokens under the present weights.
+
+        [] on other stages than the last.
+        """
+        if not microbatches:
+            return []
+        rows = [sampled.microbatch for sampled in microbatches]
+        work = [(row, partial(self._objective.logprobs, microbatch=row)) for row in rows]
+        with self._timeline.span(span, tokens=pipeline.token_count(work)):
+            return pipeline.forward(self._policy.chunks, work)
+
+    def _mask(self, minibatch: list[PPOMicroBatch], threshold: float) -> None:
+        """Masks the tokens that M2PO leaves out of the mini-batch, over all replicas. Collective."""
+        choose = partial(within_second_moment, threshold=threshold)
+        for sampled, kept in self._chosen(minibatch, choose, lambda e: e.proximal - e.behaviour):
+            sampled.kept = kept
+
+    def _mark(self, minibatch: list[PPOMicroBatch], share: float) -> None:
+        """Marks the tokens of the mini-batch that KL-Cov penalises, over all replicas. Collective."""
+        choose = partial(most_covariant, share=share)
+        for sampled, own in self._chosen(minibatch, choose, lambda e: e.advantages, lambda e: e.proximal):
+            sampled.covariant = own
+
+    def _chosen(
+        self, minibatch: list[PPOMicroBatch], choose: Callable[..., Tensor], *columns: Callable[[PPOMicroBatch], Tensor]
+    ) -> Iterator[tuple[PPOMicroBatch, Tensor]]:
+        """The micro-batches, on the last stage, with what `choose` returns for each of their tokens.
+
+        It is asked once, for the columns of the whole mini-batch, and reduces over all replicas. Collective.
+        """
+        known = minibatch if self._parallel.is_last_stage else []
+        nothing = torch.zeros(0, device=self._parallel.device)
+        joined = (torch.cat([nothing, *map(column, known)]) for column in columns)
+        chosen = choose(*joined, reduce=self._parallel.sum_of_last_stages)
+        return zip(known, chosen.split([len(sampled.behaviour) for sampled in known]), strict=True)
