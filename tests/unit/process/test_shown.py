@@ -22,8 +22,8 @@ from areal_megatron.data.pieces import MOST_TORN, pieces
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.launch import engines, evaluate, fetch, local, rows, status, submit
 from areal_megatron.launch.page import report
-from areal_megatron.launch.page.server import Page
-from areal_megatron.launch.page.watched import as_json
+from areal_megatron.launch.page.browser import Browser
+from areal_megatron.launch.page.watched import Watched, as_json
 from areal_megatron.launch.supervision import output
 from areal_megatron.launch.supervision.processes import Log
 from areal_megatron.launch.supervision.records import Recorder
@@ -314,11 +314,11 @@ def test_the_console_of_a_run_shows_texts_in_its_panel_and_above_it(run, monkeyp
 
 
 def test_the_live_page_gets_text_that_only_shows(run):
-    page = Page(run, "t")
-    page.watched.refresh()
-    found = json.loads(as_json(page.watched.overview()))
-    found["rows"] = json.loads(as_json(page.browser.page(page.watched.config, None, 0, "")))
-    found["one"] = json.loads(as_json(page.browser.trajectory(page.watched.config, 0, 0, 0)))
+    watched, browser = Watched(run), Browser(run)
+    watched.refresh()
+    found = json.loads(as_json(watched.overview()))
+    found["rows"] = json.loads(as_json(browser.page(watched.config, None, 0, "")))
+    found["one"] = json.loads(as_json(browser.trajectory(watched.config, 0, 0, 0)))
     text = json.dumps(found, ensure_ascii=False)
     assert_harmless(text)
     assert text.count("x1b") > 5

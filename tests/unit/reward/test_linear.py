@@ -168,6 +168,7 @@ ELSEWHERE = {
     "problem_with_answers": "a name from the config",
     "checked_terms": "numbers that a function of the user's returns",
     "sample": "the id of a request",
+    "try_workflows": "hands the row to a process of its own",
     "scored": "hands texts to the function, and what it returns to `checked`",
     "try_rewards": "the first row of the data",
 }
