@@ -14,6 +14,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from areal_megatron.config import ConfigError
+from areal_megatron.process.errors import first_line
+
+_OURS = __name__.partition(".")[0]
 
 
 def import_function(path: str, key: str) -> Callable:
@@ -23,8 +26,8 @@ def import_function(path: str, key: str) -> Callable:
         sys.path.append(str(Path.cwd()))
     try:
         module = importlib.import_module(module_name)
-    except Exception as e:  # the module is the user's, and its import may raise anything
-        raise ConfigError(f"{key}: cannot import {module_name}: {type(e).__name__}: {e}") from None
+    except (Exception, SystemExit) as e:  # the module is the user's, and its import may raise anything
+        raise ConfigError(f"{key}: cannot import {module_name}: {type(e).__name__}: {first_line(e)}") from None
     function = getattr(module, function_name, None)
     if not callable(function):
         raise ConfigError(f"{key}: {module_name} has no function {function_name}")
@@ -41,8 +44,8 @@ def code_of(path: str) -> dict[str, str]:
         return {}
     while names:
         file = _file_of(names.pop(), root)
-        place = file.relative_to(root) if file else Path(__package__)
-        if place.parts[0] != __package__ and place.as_posix() not in found:
+        place = file.relative_to(root) if file else Path(_OURS)
+        if place.parts[0] != _OURS and place.as_posix() not in found:
             with suppress(OSError, ValueError, SyntaxError, RecursionError):
                 content = file.read_bytes()
                 found[place.as_posix()] = hashlib.blake2b(content, digest_size=8).hexdigest()

@@ -143,6 +143,11 @@ def main(arguments: list[str] | None = None) -> int:
         config = config_file.load(options.config, options.overrides)
         if config.mode != "rl":
             raise ConfigError(f"mode: a run of mode={config.mode} has no engines; there is nothing to simulate")
+        if options.simulate < 0 or options.gpus < 1 or not 0 <= options.gpu_gb < math.inf:
+            raise ConfigError(
+                f"--simulate {options.simulate} --gpus {options.gpus} --gpu-gb {options.gpu_gb:g}: expected a number "
+                "of updates, at least one GPU and a size"
+            )
         config.model.path = hub.model_folder(config.model.path, "model.path", weights=False)
         lengths = given_lengths(options, config)
         around = Circumstances(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,7 @@ class Sizes:
     def given(cls, options: argparse.Namespace) -> Sizes:
         """Returns the sizes that flags give. Raises ConfigError for sizes of no cluster."""
         sizes = cls(options.nodes, options.gpus, options.gpu_gb)
-        if sizes.nodes < 1 or sizes.gpus < 0 or sizes.gpu_gib < 0:
+        if sizes.nodes < 1 or sizes.gpus < 0 or not 0 <= sizes.gpu_gib < math.inf:
             raise ConfigError(
                 f"--nodes {sizes.nodes} --gpus {sizes.gpus} --gpu-gb {sizes.gpu_gib:g}: expected at least one node and "
                 "one GPU"

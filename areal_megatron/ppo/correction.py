@@ -4,7 +4,7 @@ Weights are given and changed as their logarithms, float64, which no weight over
 of a token, or masks the token: its weight becomes 0, the logarithm −inf. What is masked depends on the
 uncorrected weights. A masked token adds nothing to the loss, but still counts among the tokens and sequences that the
 loss is divided by, as in the sources. A weight that is not a number is never masked, so that its step is skipped. To
-add a correction, write a function, a line in CORRECTIONS and its name in config.py.
+add a correction, write a function, a line in CORRECTIONS and its name in config/fields.py.
 """
 
 from __future__ import annotations

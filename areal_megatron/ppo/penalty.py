@@ -2,7 +2,7 @@
 
 A penalty is added for every trained token, even one that a correction masks, and averaged as the policy loss is; only
 `kl_k1` is part of the advantage instead. To add a penalty, write a function, a line in PENALTIES and its name in
-config.py.
+config/fields.py.
 
 Schulman's estimators of KL(π_θ ‖ π_ref) from tokens of π_θ are k1 = log π_θ − log π_ref, k2 = k1² / 2 and
 k3 = π_ref/π_θ − 1 + k1. The values of k1 and k3 have the right mean. The gradient has the right mean with k2 as a loss,

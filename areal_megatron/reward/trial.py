@@ -17,7 +17,7 @@ from areal_megatron.config import Config, ConfigError, RewardConfig
 from areal_megatron.data.prompts import Prompt
 from areal_megatron.reward.group import KEY, GroupAnswer
 from areal_megatron.reward.worker import Answer, AnswerGroup, Scored
-from areal_megatron.reward.workers import RewardWorkers
+from areal_megatron.reward.workers import RewardWorkers, problem_of_sending
 from areal_megatron.run.folder import RunError
 
 WRONG = "I do not know."
@@ -63,7 +63,10 @@ class _Trial:
         if not self._config.is_own:
             return float(response != WRONG)
         row = self._prompt.row if self._workers.takes_row else None
-        answer = Answer(self._prompt.text, response, self._prompt.answer, row=row)
+        answer = Answer(self._prompt.text, response, self._prompt.answer, where=self._prompt.where, row=row)
+        if problem := problem_of_sending(answer):
+            raise ConfigError(f"reward.function: {problem}")
+        answer.where = ""
         (scored,) = await self._workers.ask_once([answer])
         self._look("reward.function", f"cannot score {reprlib.repr(response)} as a response", "a number", scored)
         return scored.score

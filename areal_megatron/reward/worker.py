@@ -145,10 +145,10 @@ class Functions:
             return self._terms(request) if is_group else self._score(request)
         except ServiceAway as e:
             return Scored(problem=_problem(e, request.where), away=True)
-        except Exception as e:  # the function is the user's
+        except (Exception, SystemExit) as e:  # the function is the user's
             raised = isinstance(e, MISTAKES)
             at_fault = self._group_function if is_group else self._function
-            bug = place_of(e, at_fault) if raised or isinstance(e, WrongResult) else ""
+            bug = place_of(e, at_fault) if raised or isinstance(e, (WrongResult, SystemExit)) else ""
             return Scored(problem=_problem(e, request.where), last=isinstance(e, MemoryError), bug=bug, raised=raised)
 
     def _score(self, answer: Answer) -> Scored:
@@ -201,7 +201,7 @@ def serve(settings: Sequence[str], requests: BinaryIO, replies: BinaryIO) -> Non
             reply(result)
 
 
-def _problem(error: Exception, where: str) -> str:
+def _problem(error: BaseException, where: str) -> str:
     text = " ".join(str(error)[:_LONGEST_PROBLEM].split()).encode(errors="backslashreplace").decode()
     kind = "" if isinstance(error, WrongResult) else f"{type(error).__name__}: "
     return f"{where}: {kind}{text}" if where else f"{kind}{text}"
@@ -228,10 +228,12 @@ def main() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
         # out of memory, the kernel ends workers before the controller, which replaces them
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="utf-8")
-    replies = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    with open(os.devnull, "rb") as nothing:  # a function that asks the user gets an EOFError
+        os.dup2(nothing.fileno(), 0)
     try:
-        serve(sys.argv[1:], sys.stdin.buffer, replies)
+        serve(sys.argv[1:], requests, replies)
     except BrokenPipeError:  # the controller is gone
         os._exit(1)
 

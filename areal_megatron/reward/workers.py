@@ -86,7 +86,7 @@ class RewardWorkers:
         """
         for answer in () if self.takes_row else answers:
             answer.row = None
-        problems = [_problem_of_sending(answer) for answer in answers]
+        problems = [problem_of_sending(answer) for answer in answers]
         if any(problems):
             judged = iter(await self.judge([answer for answer, bad in zip(answers, problems, strict=True) if not bad]))
             return [self._counted(Scored(problem=problem)) if problem else next(judged) for problem in problems]
@@ -97,7 +97,7 @@ class RewardWorkers:
     async def terms(self, group: AnswerGroup) -> Scored:
         """Returns what the group function adds to the rewards of a group's answers; it fails as in `judge`, with all
         the answers."""
-        problem = _problem_of_sending(group)
+        problem = problem_of_sending(group)
         (scored,) = [Scored(problem=problem)] if problem else await self._tried([group], self._config.retry_s)
         return self._counted(scored, len(group.members))
 
@@ -218,7 +218,8 @@ class RewardWorkers:
         return worker
 
 
-def _problem_of_sending(request: Answer | AnswerGroup) -> str:
+def problem_of_sending(request: Answer | AnswerGroup) -> str:
+    """Returns why a request cannot be sent to a worker, such as a number of more than 64 bits in its row; or ""."""
     try:
         msgspec.msgpack.encode(request)
     except (UnicodeEncodeError, TypeError, OverflowError) as e:

@@ -54,20 +54,24 @@ class TrialFound(msgspec.Struct):
     """Where it is a mistake of its author, `file:line`; else empty."""
 
 
-def _encode(asked: TrialAsked) -> bytes:
+def _encoded(asked: TrialAsked) -> tuple[bytes, bool]:
+    """Returns what the process is sent, and whether the row arrives as it is: JSON has neither times nor NaN."""
     try:
-        return msgspec.json.encode(asked)
-    except (TypeError, OverflowError):  # columns of the row that workflows know nothing of
-        return msgspec.json.encode(msgspec.structs.replace(asked, prompt=replace(asked.prompt, row=None)))
+        encoded = msgspec.json.encode(asked)
+    except (TypeError, OverflowError):
+        return msgspec.json.encode(msgspec.structs.replace(asked, prompt=replace(asked.prompt, row=None))), False
+    return encoded, repr(msgspec.json.decode(encoded)["prompt"]["row"]) == repr(asked.prompt.row)
 
 
 def _try(config: Config, prompt: Prompt, say: Callable[[str], None]) -> None:
     asked = TrialAsked(config, prompt, min(config.rollout.workflow_timeout_s, PATIENCE_S))
+    encoded, is_whole = _encoded(asked)
     command = [sys.executable, "-m", "areal_megatron.workflows.trial_process"]
+    is_mistake = False
     try:
         done = subprocess.run(
             command,
-            input=_encode(asked),
+            input=encoded,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             timeout=2 * PATIENCE_S + _START_S,
@@ -75,11 +79,12 @@ def _try(config: Config, prompt: Prompt, say: Callable[[str], None]) -> None:
     except subprocess.TimeoutExpired:
         found = TrialFound("it held up its process")
     else:
-        ended = f"it ended its process with code {done.returncode}"
-        found = msgspec.json.decode(done.stdout, type=TrialFound) if done.stdout else TrialFound(ended)
+        is_mistake = not done.stdout
+        ended = f"it ended its process with code {done.returncode}, as it would end the controller"
+        found = TrialFound(ended) if is_mistake else msgspec.json.decode(done.stdout, type=TrialFound)
     if found.problem:
         where = f" ({found.bug})" if found.bug else ""
         problem = printable(f"{config.rollout.workflow} fails for {prompt.where}: {found.problem}{where}", 1000)
-        if found.bug:
+        if is_mistake or (found.bug and is_whole):
             raise ConfigError(f"{KEY}: {problem}; it was tried with answers of no model, which may say anything")
         say(f"warning: {KEY}: {problem}; it was tried with answers of no model, such episodes are not trained")

@@ -81,4 +81,5 @@ def _line(name: str, overview: dict[str, Any]) -> dict[str, Any]:
     cards = {label: value for value, label in overview.get("cards", ())}
     shown = ("state", "phase", "mode", "version", "updates", "updated", "revision")
     found = {key: overview.get(key) for key in shown}
+    found["phase"] = overview.get("problem") or found["phase"]
     return found | {"name": name, "reward": cards.get("reward", ""), "accuracy": cards.get("held-out accuracy", "")}

@@ -147,7 +147,7 @@ class Page:
         watched = self._one(request)
         browser = self._browsers.setdefault(watched, Browser(watched.run))
         if watched.config is None:
-            return _answer({"note": "The run has not begun."})
+            return _answer({"note": watched.overview().get("problem") or "The run has not begun."})
         async with self._reading:  # one batch at a time: each may be large
             try:
                 found = await asyncio.to_thread(function, browser, watched.config, *arguments)
@@ -182,6 +182,8 @@ def token_of(run: Run) -> str:
 def serve(run: Run, host: str, port: int) -> None:
     """Serves the page until SIGINT or SIGTERM, and prints its address. A folder of runs gets a page of them. Raises
     ConfigError if it cannot listen."""
+    if run.folder.exists() and not run.folder.is_dir():
+        raise ConfigError(f"{run.folder} is no folder of a run or of runs")
     several = run.folder.is_dir() and not run.config.exists() and any(runs_in(run.folder))
     watched = WatchedRuns(run.folder) if several else Watched(run)
     own, token = address(host), token_of(run)

@@ -257,6 +257,8 @@ def test_edited_code_of_the_user_is_named_and_refuses_nothing(folder, monkeypatc
     (folder / "helping.py").write_text("import own.scores\n")
     (folder / "agent.py").write_text("from own import world as w\n")
     (folder / "own" / "world.py").write_text("SIZE = 3\n")
+    (folder / "areal_megatron").mkdir()  # as in a checkout
+    (folder / "areal_megatron" / "config.py").write_text("")
     reward = RewardConfig(function="own:score", group_function="agent:terms")
     config = config_of(folder, reward=reward, rollout=RolloutConfig(workflow="agent:run", max_new_tokens=16))
     saved = saved_by(config, folder / "version-000002")
@@ -266,6 +268,8 @@ def test_edited_code_of_the_user_is_named_and_refuses_nothing(folder, monkeypatc
         assert goes_on(saved, now, prompts, folder, own=True, say=said.append)
         return said
 
+    assert told() == []
+    (folder / "areal_megatron" / "config.py").write_text("another = 'release'\n")
     assert told() == []
     (folder / "helping.py").write_text("import own.scores  # mended\n")
     after = "edited since the checkpoint was made; answers of the old code and of the new are trained"

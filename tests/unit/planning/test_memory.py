@@ -587,6 +587,7 @@ sys.exit(main({CLUSTER!r}))
     [
         (["--nodes", "40"], "need 384 slots"),
         (["--nodes", "0"], "expected at least one node"),
+        (["--gpu-gb", "nan"], "expected at least one node"),
         (["trainer.tp=16"], "trainer.tp: 16 does not divide num_attention_heads=40"),
         (["--gpu-gb", "16"], "needs 22.02 GiB"),
         (["model.path=nowhere"], "model.path: there is no folder nowhere"),

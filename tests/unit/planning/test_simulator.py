@@ -239,6 +239,9 @@ class TestCommand:
             (["--gpu", "h800", "--median", "10", "--filtered", "1"], "--filtered 1"),
             (["--gpu", "h800", "--median", "10", "--cores", "0"], "--cores 0: expected at least one"),
             (["--gpu", "h800", "--median", "10", "--gpu-gb", "8"], "a trainer rank"),
+            (["--gpu", "h800", "--median", "10", "--gpu-gb", "nan"], "at least one GPU and a size"),
+            (["--gpu", "h800", "--median", "10", "--gpus", "0"], "at least one GPU and a size"),
+            (["--gpu", "h800", "--median", "10", "--simulate", "-5"], "expected a number of updates"),
             (["--gpu", "h800", "--median", "10", "mode=sft", "data.eval="], "there is nothing to simulate"),
         ],
     )

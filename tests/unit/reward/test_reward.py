@@ -53,6 +53,8 @@ def by_answer(prompt, response, answer):
 @pytest.fixture
 def user_function(tmp_path, monkeypatch):
     (tmp_path / "my_rewards.py").write_text(USER_CODE)
+    (tmp_path / "leaves.py").write_text("raise SystemExit(0)")
+    (tmp_path / "long.py").write_text("raise RuntimeError('one\\ntwo')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.syspath_prepend(tmp_path)
     return "my_rewards:by_answer"
@@ -240,6 +242,8 @@ def test_groups_are_shared_out_over_the_workers_in_order(user_function):
             "package.module:function; did you mean 'math'?",
         ),
         ("nowhere:f", "cannot import nowhere: ModuleNotFoundError"),
+        ("leaves:f", "cannot import leaves: SystemExit: 0"),
+        ("long:f", "cannot import long: RuntimeError: one"),
         ("my_rewards:missing", "my_rewards has no function missing"),
     ],
 )

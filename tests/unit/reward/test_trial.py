@@ -19,7 +19,7 @@ from areal_megatron.workflows.scoring import Scorer
 from tests.support.chat_world import make_tokenizer
 
 FUNCTIONS = """
-import os, re, time
+import os, re, sys, time
 from areal_megatron.reward.no_score import AnswerRefused, ServiceAway
 def four(p, r, a, other): return 1.0
 def two(p, r): return 1.0
@@ -32,6 +32,8 @@ def forgets(p, r, a):
 def matches(p, r, a): return float(re.match(a, r).group())
 def hangs(p, r, a): time.sleep(60)
 def exits(p, r, a): os._exit(3)
+def leaves(p, r, a): sys.exit(3)
+def asks(p, r, a): return float(input() == a)
 def away(p, r, a): raise ServiceAway("not yet")
 def refuses(p, r, a): raise AnswerRefused("no")
 def strict(p, r, a): raise ValueError("no JSON")
@@ -72,6 +74,7 @@ def test_what_cannot_be_called_is_refused_as_it_is_loaded(name, words):
         ("text", "cannot score '2' as a response to d:1: the reward function returned '1', expected a finite number"),
         ("forgets", "cannot score 'I do not know.' as a response to d:1: the reward function returned None"),
         ("matches", "'I do not know.' as a response to d:1: AttributeError: 'NoneType' object has no attribute"),
+        ("leaves", "as a response to d:1: SystemExit: 3 ("),
         ("hangs", "tried:hangs took longer than reward.timeout_s=1 s"),
         ("exits", "tried:exits ended its worker process with code 3"),
     ],
@@ -92,6 +95,17 @@ def test_what_may_be_right_is_not_refused():
     (line,) = tried(RewardConfig(function="tried:strict"))
     assert line.startswith("warning: reward.function: tried:strict cannot score '2' as a response to d:1: ValueError")
     assert tried(RewardConfig(function="http://127.0.0.1:9/")) == tried(RewardConfig()) == []
+
+
+def test_a_function_that_asks_the_user_is_told_that_there_is_nobody():
+    (said,) = tried(RewardConfig(function="tried:asks"))
+    assert "EOFError" in said
+
+
+def test_a_number_that_no_worker_can_be_sent_is_one_line():
+    prompt = replace(PROMPT, row={"level": 10**30})
+    with pytest.raises(ConfigError, match=r"^reward\.function: d:1: cannot be sent to a reward worker: "):
+        try_rewards(Config(model=ModelConfig(path=""), reward=RewardConfig(function="tried:fourth")), [prompt], print)
 
 
 def test_a_group_function_gets_two_answers(tmp_path):

@@ -1,6 +1,7 @@
 """Mistakes of a workflow, found before a run without an engine."""
 
 import asyncio
+import datetime
 import os
 import sys
 from dataclasses import replace
@@ -79,11 +80,11 @@ def of(world, name):
     return replace(world.config, rollout=replace(world.config.rollout, workflow=f"flows:{name}", turns=2))
 
 
-def tried(world, name):
+def tried(world, name, **row):
     """What is said of a workflow, and with which error it is refused."""
     said = []
     try:
-        try_workflows(of(world, name), [replace(world.prompt(), row={"large": 10**30, "odd": object()})], said.append)
+        try_workflows(of(world, name), [replace(world.prompt(), row=row or None)], said.append)
     except ConfigError as e:
         return said, str(e)
     return said, ""
@@ -95,9 +96,17 @@ def test_mistakes_end_the_launch_and_doubts_are_told(world):
     line = next(k for k, text in enumerate(FUNCTIONS.splitlines(), 2) if "def matches" in text)
     assert said == [] and refused.startswith("rollout.workflow: flows:matches fails for ") and "\n" not in refused
     assert f"{MISTAKES['matches']} (" in refused and f"flows.py:{line})" in refused
-    (told,), refused = tried(world, "dies")
-    assert refused == "" and told.startswith("warning: rollout.workflow: flows:dies fails for ")
-    assert "it ended its process with code 3" in told
+    said, refused = tried(world, "dies")
+    assert said == [] and "it ended its process with code 3, as it would end the controller" in refused
+    (told,), refused = tried(world, "parses")
+    assert refused == "" and told.startswith("warning: rollout.workflow: flows:parses fails for ")
+
+
+@pytest.mark.parametrize("odd", [object(), float("nan"), datetime.datetime(2026, 1, 2)], ids=["object", "nan", "time"])
+def test_a_row_that_the_trial_cannot_show_as_it_is_makes_a_mistake_a_doubt(world, odd):
+    assert tried(world, "agent", odd=odd) == ([], "")
+    (told,), refused = tried(world, "matches", odd=odd)
+    assert refused == "" and told.startswith("warning: rollout.workflow: flows:matches fails for ")
 
 
 @pytest.mark.parametrize("name", ["right", "none", "agent", *MISTAKES, *DOUBTS])
