@@ -65,7 +65,7 @@ REASONS = {
     "areal_megatron/ppo/selection.py": "replicas add up counts on their hosts",
     "areal_megatron/trainer/critic.py": "replicas add up moments on their hosts, once a batch",
     "areal_megatron/trainer/token_sums.py": "metrics, once a batch",
-    "areal_megatron/trainer/trainer.py": "what the probe found is sent to the controller, once a batch",
+    "areal_megatron/trainer/ppo.py": "what the probe found is sent to the controller, once a batch",
     "areal_megatron/trainer/update_size.py": "metrics, once a batch",
     "megatron/core/optimizer/clip_grads.py": "whether to take the step, and to clip: once a step",
     "megatron/core/transformer/moe/moe_utils.py": "Megatron's permutation without TransformerEngine",

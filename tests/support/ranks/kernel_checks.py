@@ -20,7 +20,7 @@ from megatron.core.transformer import mlp
 
 from areal_megatron.config import Config, DataConfig, ModelConfig
 from areal_megatron.models.architecture import architecture, read_config
-from areal_megatron.trainer import experts, gradients, hardware
+from areal_megatron.trainer import experts, hardware, patches
 from areal_megatron.trainer.model import build_model, named_parameters, parallel_sizes
 from tests.support.ranks.memory_checks import TOKENS, measure
 from tests.support.ranks.trainer_checks import check_layouts, check_overlap
@@ -46,14 +46,14 @@ def only(names: list[str]) -> Iterator[Counter]:
         calls["view" if found.data_ptr() == weights[0].data_ptr() else "copy"] += 1
         return found
 
-    plain_stack, add = experts.stacked, gradients._Products.wgrad_gemm_accum_fp32
+    plain_stack, add = experts.stacked, patches._Products.wgrad_gemm_accum_fp32
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             hardware, "kernels", lambda *_: {name: "" if name in names else "off" for name in hardware.KERNELS}
         )
         patch.setattr(experts, "stacked", stack)
         patch.setattr(F, "grouped_mm", counted("experts", F.grouped_mm))
-        patch.setattr(gradients._Products, "wgrad_gemm_accum_fp32", staticmethod(counted("gradients", add)))
+        patch.setattr(patches._Products, "wgrad_gemm_accum_fp32", staticmethod(counted("gradients", add)))
         if "swiglu" in names:  # instead of trainer/elementwise.py's
             patch.setattr(mlp, "bias_swiglu_impl", counted("swiglu", bias_swiglu_impl))
         for module in (mlp, experts):

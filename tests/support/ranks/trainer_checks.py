@@ -216,9 +216,9 @@ class MiniBatch:
             )
             batches.append(batch)
         if threshold := subject.config.ppo.correction.m2po:
-            subject._mask(batches, threshold)
+            subject.ppo._mask(batches, threshold)
         if subject.config.ppo.penalty.kl_cov:
-            subject._mark(batches, subject.config.ppo.penalty.kl_cov_share)
+            subject.ppo._mark(batches, subject.config.ppo.penalty.kl_cov_share)
         loss = partial(subject.ppo._objective.ppo, taken=1, sums=TokenSums())
         subject.policy.optimizer.zero_grad()
         pipeline.forward_backward(subject.policy.chunks, [(b.microbatch, partial(loss, sampled=b)) for b in batches])
