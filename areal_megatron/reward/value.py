@@ -28,7 +28,7 @@ _LEAST_PRECISION = 500
 _MOST_PRECISION = 16_000
 """Bits."""
 _MOST_FACTORIAL = 2000
-_MOST_EVALUATED = 500
+_MOST_EVALUATED = 250
 """Functions and irrational powers, at all points together."""
 
 Value = Fraction | mpmath.ctx_mp_python.mpnumeric

@@ -3,6 +3,7 @@
 import random
 import time
 from fractions import Fraction
+from functools import partial
 
 import pytest
 import sympy
@@ -15,6 +16,7 @@ from areal_megatron.reward.question import asked_for, formulas_in, repeats
 from areal_megatron.reward.tokens import NotRead
 from areal_megatron.reward.value import NoValue, Values
 from tests.support.formulas import EQUAL, QUESTIONS, UNEQUAL
+from tests.support.measured import later
 
 
 def grade(found, known, prompt=""):
@@ -404,5 +406,4 @@ def test_hostile_formulas_take_less_than_a_tenth_of_a_second(prompt):
     cpu_s(r"\sqrt{3}", "y+1")  # what the first comparison loads
     for found in HOSTILE:
         for known in ("7", "x+y", r"\sqrt{2}", r"e^{x}\sin y+\ln z", "1,2,3,4", found[:-1]):
-            fast = cpu_s(found, known) < 0.1 or min(cpu_s(found, known) for _ in range(3)) < 0.1
-            assert fast, (found[:40], known[:40])
+            assert later(partial(cpu_s, found, known), 0.1) < 0.1, (found[:40], known[:40])

@@ -270,8 +270,8 @@ def test_apex_without_its_extensions_is_one_line(packages, begun):
 @pytest.mark.parametrize(
     ("files", "adam", "norm"),
     [
-        ({}, "torch.optim.adamw", "areal_megatron.trainer.optimizer"),
-        (WEB_TOOLKIT, "torch.optim.adamw", "areal_megatron.trainer.optimizer"),
+        ({}, "torch.optim.adamw", "areal_megatron.trainer.patches"),
+        (WEB_TOOLKIT, "torch.optim.adamw", "areal_megatron.trainer.patches"),
         (APEX | EXTENSIONS, "apex.optimizers", "amp_C"),
     ],
     ids=["none", "web toolkit", "apex"],
