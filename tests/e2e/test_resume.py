@@ -99,7 +99,8 @@ def check_resumed(kept: ControllerState, run: Run) -> None:
                 compared["before"] += own[: len(before.tokens)].sum()
                 compared["after"] += own[len(before.tokens) :].sum()
                 assert np.abs(answer.logprobs - expected_logprobs(model, answer))[own].max(initial=0) < 1e-5
-    assert min(compared["before"], compared["after"]) > 3, compared
+    # Whether the version that was sampled from right before the stop has an export is chance.
+    assert compared["after"] > 3, compared
 
 
 def expected_logprobs(model, answer: Trajectory) -> np.ndarray:
