@@ -99,8 +99,7 @@ def check_resumed(kept: ControllerState, run: Run) -> None:
                 compared["before"] += own[: len(before.tokens)].sum()
                 compared["after"] += own[len(before.tokens) :].sum()
                 assert np.abs(answer.logprobs - expected_logprobs(model, answer))[own].max(initial=0) < 1e-5
-    # Whether the version that was sampled from right before the stop has an export is chance.
-    assert compared["after"] > 3, compared
+    assert min(compared["before"], compared["after"]) > 3, compared
 
 
 def expected_logprobs(model, answer: Trajectory) -> np.ndarray:
@@ -138,7 +137,8 @@ def test_a_run_that_is_killed_and_stopped_goes_on(local_run, world, tmp_path):
     # No bound that is reached: answers of several groups are always under way, however slow trainers are.
     settings += ["rollout.max_staleness=100", "rollout.max_running=32"]
     begun = time.time()
-    stopped = local_run("killed", *settings, "trainer.dp=2", "machine.slots=3")
+    # Each version is exported: whichever is sampled from when the run stops can be compared with.
+    stopped = local_run("killed", *settings, "checkpoint.every=1", "trainer.dp=2", "machine.slots=3")
     stopped.wait_for(lambda: last_update(run) > begun and read_status(run).get("running_groups", 0) > 3)
     assert run.incarnation == 1
     run.stop.touch()
