@@ -15,8 +15,7 @@ def patch(holder: Any, name: str, value: Any) -> Any:
     except AttributeError:
         place = ".".join(filter(None, (getattr(holder, "__module__", ""), holder.__name__)))
         raise RuntimeError(
-            f"{place} has no {name}, which is to be replaced: install the versions of the lock file (`areal plan` "
-            "names those that differ)"
+            f"{place} has no {name}, which is to be replaced: install the versions of the lock file"
         ) from None
     setattr(holder, name, value)
     return original
