@@ -12,6 +12,7 @@ import itertools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from math import gcd
 
 from areal_megatron.reward.form import combines, content, is_choice, is_expanded, key_of, leaves, shape, steps
@@ -23,7 +24,7 @@ from areal_megatron.reward.numeral import LONGEST_BARE, bare, in_base, is_unit, 
 from areal_megatron.reward.question import asked_for, has_name, repeats, rewrites
 from areal_megatron.reward.tokens import NotRead, prepared, tokens_of
 from areal_megatron.reward.value import NoValue, Values, is_constant, names_of
-from areal_megatron.reward.wording import as_formula, letters_of, without_integer
+from areal_megatron.reward.wording import as_formula, letters_of, without_constant, without_integer
 
 _LETTER_UNIT = re.compile(
     r"(.*[0-9})\]iπ]) ?((?:[A-Za-z]{1,3})(?:\^?\{?[23]\}?)?(?:/[a-z]{1,3}(?:\^?\{?[23]\}?)?)?)", re.DOTALL
@@ -37,6 +38,7 @@ _WORDS_OF_TEXT = re.compile(
 )
 _ORDER = re.compile(r"\border\b(?! to\b)|\barrange|\brank", re.IGNORECASE)
 _WRAPPER = re.compile(r"\\(?:text|textbf|textrm|textit|mathrm|mathbf|mathit|mbox) ?\{([^{}]*)\}")
+_UNIT_VECTOR = re.compile(r"\\(?:mathbf|boldsymbol|hat|vec) ?\{? ?(?:\\(?:mathbf|boldsymbol) ?\{?)? ?[ijk](?![A-Za-z])")
 _EXPONENT = re.compile(r"(?:\^|\*\*) ?(?:\{([^{}]*)\}|\(([^()]*)\)|([-+]?[0-9]+))")
 _SAME = [
     (r"\\(?:left|right|displaystyle|limits|[,;:!])(?![A-Za-z])", ""),
@@ -78,12 +80,17 @@ def same_expression(found: str, answer: str, prompt: str = "") -> bool:
     ours, theirs = ours or (theirs and _index(found)), theirs or (ours and _index(answer))
     if ours and theirs:  # all solutions, one for each integer
         found, answer = given, known
+    (found, our_constant), (answer, their_constant) = map(without_constant, (found, answer))
+    if (ours and their_constant) or (theirs and our_constant):
+        return False
     known = _read(answer)
     given = _read(found) if known is None or names_of(known) else _read(_without_unit(found, prompt))
     if known is None or given is None:
         return _normalised(found) == _normalised(answer)
-    if ours and theirs:
-        given = _renamed(given, Formula("name", value=ours), Formula("name", value=theirs))
+    for our, their in ((ours, theirs), (our_constant, their_constant)):
+        if our and their:
+            given = _renamed(given, Formula("name", value=our), Formula("name", value=their))
+    given, known = _in_components(found, given, known), _in_components(answer, known, given)
     return _Comparison(found, given, known, prompt).is_right()
 
 
@@ -111,6 +118,25 @@ def _index(text: str) -> str:
     """Returns the k of x = π/4 + kπ, which is understood to be any integer; "" if there is none."""
     found = re.search(r"(?<![A-Za-z\\])[kmn](?![A-Za-z])", text.partition("=")[2])
     return found[0] if found and re.search(r"\\pi|π|\\circ|°", text) else ""
+
+
+def _in_components(text: str, node: Formula, other: Formula) -> Formula:
+    """Returns (3, -4) for 3\\mathbf{i} - 4\\mathbf{j} where the other side is such a tuple or a column, else the
+    formula as it is."""
+    size = len(other.parts)
+    if other.kind not in ("bracket", "matrix") or size not in (2, 3) or not _UNIT_VECTOR.search(text):
+        return node
+    components = dict.fromkeys("ijk"[:size], Formula("number", value=Fraction(0)))
+    for term in node.parts if node.kind == "sum" else (node,):
+        unsigned = term.parts[0] if term.kind == "negative" else term
+        factors = unsigned.parts if unsigned.kind == "product" else (unsigned,)
+        units = [name for part in factors for name in components if part == Formula("name", value=name)]
+        if len(units) != 1 or components[units[0]].value != 0:
+            return node
+        rest = [part for part in factors if part.value != units[0]] or [Formula("number", value=Fraction(1))]
+        value = rest[0] if len(rest) == 1 else Formula("product", tuple(rest))
+        components[units[0]] = value if unsigned is term else negated(value)
+    return Formula("bracket", tuple(components.values()), "()")
 
 
 def _without_unit(text: str, prompt: str) -> str:

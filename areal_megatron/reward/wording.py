@@ -14,11 +14,28 @@ _SET = re.compile(
 _SYMBOLS = {"real": "R", "integer": "Z", "rational": "Q", "complex": "C", "natural": "N"}
 _RAYS = {"positive": r"(0,\infty)", "negative": r"(-\infty,0)", "nonnegative": r"[0,\infty)"}
 _SIGNED = {"positive": "^+", "negative": "^-", "nonnegative": "_{\\ge 0}", "nonzero": r"\setminus\{0\}"}
-_NOTHING = re.compile("(?:there (?:is|are) )?no (?:real )?solutions?(?: exists?)?|(?:the )?empty set", re.IGNORECASE)
+_NOTHING = re.compile(
+    "(?:there (?:is|are) )?no (?:real )?solutions?(?: exists?)?|(?:the )?empty set|none", re.IGNORECASE
+)
+_MANY = re.compile(
+    "(?:there (?:is|are) )?(?:infinitely many(?: solutions)?|infinite solutions|(?:an )?infinite number of solutions)",
+    re.IGNORECASE,
+)
+_EXCEPT = re.compile(
+    r"(.+?),? (?:except(?: for)?|other than|excluding|but not) (?:[a-z] ?= ?)?"
+    r"((?:[^A-Za-z\\]|\\[A-Za-z]++|\b(?:and|or)\b)++)",
+    re.IGNORECASE,
+)
 _WHOLE = re.compile(
     r"[,;:( ]*(?:where|for|with|and)?[:( ]*"
     r"(?:(?:(?:any|all|every|some|each|an) )?integers? ([a-z])|([a-z]) (?:is |are |be )?(?:any |an |some )?integers?"
     r"|([a-z]) ?\\in ?\\mathbb ?\{?Z\}?)[). ]*"
+)
+_CONSTANT = re.compile(
+    r"[,;:( ]*(?:where|for|with|and)?[:( ]*"
+    r"(?:(?:any|all|every|some|each|an?) (?:(?:real|arbitrary) )*(?:constant|real number)s? ([a-zA-Z])"
+    r"|([a-zA-Z]) (?:is |are |be )?(?:(?:any|an?|some) )?(?:(?:real|arbitrary) )*(?:constant|real number)"
+    r"|([a-zA-Z]) ?\\in ?\\mathbb ?\{?R\}?)[). ]*"
 )
 _SUPERSCRIPT = re.compile(r"\\mathbb ?\{?([RZQN])\}? ?(?:\^ ?\{? ?\+ ?\}?|_ ?\{? ?(?:\+|> ?0) ?\}?)")
 _ELEMENTS = re.compile(r"\\\{ ?(?:([a-z]) ?(?:\\mid|\||:) ?(?=\1 ?=))?(.*?) ?(?:\\mid|\||:|,) ?(\S ?\\in.*)\\\}")
@@ -35,13 +52,18 @@ def plain(text: str) -> str:
 
 
 def as_formula(text: str) -> str:
-    """Returns \\mathbb{Z}^+ for "all positive integers n", \\emptyset for "no solution", 3:30 for 3:30 pm, and any
-    other text as it is, with one way to write \\mathbb{Z}^+."""
+    """Returns \\mathbb{Z}^+ for "all positive integers n", \\mathbb{R}\\setminus\\{0\\} for "all reals except 0",
+    \\emptyset for "no solution", 3:30 for 3:30 pm, and any other text as it is, with one way to write \\mathbb{Z}^+."""
     words = plain(text)
     if found := _TIME.fullmatch(words):
         return found[1]
     if _NOTHING.fullmatch(words.strip(".")):
         return r"\emptyset"
+    if _MANY.fullmatch(words.strip(".")):
+        return r"\text{infinitely many}"
+    if (without := _EXCEPT.fullmatch(words.strip("."))) and _SET.fullmatch(without[1]):
+        points = re.sub(r",? ?\b(?:and|or)\b", ",", without[2])
+        return rf"{as_formula(without[1])}\setminus\{{{points}\}}"
     found = _SET.fullmatch(words.strip("."))
     if found and (found["all"] or found["plural"] or found["name"]):
         sign, kind = (found["sign"] or "").lower().replace("-", ""), found["kind"].lower()
@@ -56,9 +78,20 @@ def without_integer(text: str) -> tuple[str, str]:
     words = plain(text)
     if elements := _ELEMENTS.fullmatch(words):
         words = f"{elements[2]}, {elements[3]}"
+    return _without(_WHOLE, words) or (text, "")
+
+
+def without_constant(text: str) -> tuple[str, str]:
+    """Returns a text without "c is any constant" at its end, and this c; "" if it does not say that."""
+    found = _without(_CONSTANT, plain(text))
+    return found if found and found[1] in found[0] else (text, "")
+
+
+def _without(said: re.Pattern[str], words: str) -> tuple[str, str] | None:
+    """Returns what comes before the words at the end that `said` matches, and the symbol that they are about."""
     at = max(words.rfind(mark) for mark in (",", "(", " for ", " where ", " with "))
-    found = _WHOLE.fullmatch(words, at) if at > 0 else None
-    return (words[:at].rstrip(" ,;:("), next(filter(None, found.groups()))) if found else (text, "")
+    found = said.fullmatch(words, at) if at > 0 else None
+    return (words[:at].rstrip(" ,;:("), next(filter(None, found.groups()))) if found else None
 
 
 def letters_of(text: str) -> str:

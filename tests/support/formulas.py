@@ -443,6 +443,15 @@ P(A)=\frac13 ~ \frac13
 x_1+x_2=5 ~ x_2+x_1=5
 \text{Area}=12 ~ \text{Area of }ABC=12
 N=5 ~ \text{Number}=5
+\langle 3,-4\rangle ~ 3\mathbf{i}-4\mathbf{j} ~ 3\hat{i}-4\hat{j} ~ -4\mathbf{j}+3\mathbf{i}
+\begin{pmatrix}2\\0\\-1\end{pmatrix} ~ 2\mathbf{i}-\mathbf{k}
+\frac35\mathbf{i}-\frac45\mathbf{j} ~ \left(\frac35,-\frac45\right)
+f(x)=cx\text{ for any constant }c ~ f(x)=cx ~ f(x)=kx,\ k\in\mathbb{R} ~ f(x)=ax, \text{ where } a \text{ is an arbitrary constant}
+\emptyset ~ \text{None} ~ \text{none}
+\text{all real numbers except }3 ~ x\ne3 ~ \mathbb{R}\setminus\{3\} ~ (-\infty,3)\cup(3,\infty) ~ \text{All reals except }x=3.
+\text{all real numbers except }-1\text{ and }2 ~ x\ne-1,2 ~ \text{all real numbers other than $2$ and $-1$}
+\mathbb{Z}\setminus\{0\} ~ \text{all integers except }0
+\text{infinitely many} ~ \text{Infinitely many solutions} ~ \text{There are infinitely many solutions.} ~ \text{infinite number of solutions}
 """.strip().splitlines()
 ]
 """The known answer, then other ways to write it."""
@@ -1384,6 +1393,21 @@ x=1\text{ or }y=2 ~ x=1\text{ and }y=2
 y=2 ~ y-x=2
 xy=\sqrt6 ~ x=\sqrt6
 f(x)=5 ~ x=5
+\text{all real numbers except }3 ~ \text{all real numbers}
+\text{all real numbers except }3 ~ \text{all real numbers except }-3
+\text{all real numbers except }3 ~ \text{all integers except }3
+\text{all real numbers except }3\text{ and }4 ~ x\ne3
+f(x)=cx\text{ for any constant }c ~ f(x)=cx\text{ for any constant }c>0
+f(x)=cx\text{ for any constant }c ~ f(x)=cx, c\in\mathbb{Z}
+f(x)=cx\text{ for any constant }c ~ f(x)=c\text{ for any constant }c
+f(x)=cx\text{ for any constant }c ~ f(x)=x
+5\text{ for any constant }c ~ 5
+3\mathbf{i}-4\mathbf{j} ~ (-4,3)
+3\mathbf{i}-4\mathbf{j} ~ (3,-4,1)
+2\mathbf{i}-\mathbf{k} ~ (2,-1)
+3\mathbf{i}-4\mathbf{j} ~ \{3,-4\}
+\text{none} ~ 0
+\text{none} ~ \text{infinitely many}
 """.strip().splitlines()
 ]
 """Two answers, neither of which is right for the other."""

@@ -114,6 +114,7 @@ READERS = {
     ],
     wording.plain: [wording.plain],
     wording.as_formula: [wording.as_formula],
+    wording.without_constant: [wording.without_constant],
     wording.without_integer: [wording.without_integer],
     wording.letters_of: [wording.letters_of],
     wording.halves_of_day: [wording.halves_of_day],
