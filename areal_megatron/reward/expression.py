@@ -80,9 +80,11 @@ def same_expression(found: str, answer: str, prompt: str = "") -> bool:
     ours, theirs = ours or (theirs and _index(found)), theirs or (ours and _index(answer))
     if ours and theirs:  # all solutions, one for each integer
         found, answer = given, known
-    (found, our_constant), (answer, their_constant) = map(without_constant, (found, answer))
-    if (ours and their_constant) or (theirs and our_constant):
-        return False
+    (general, our_constant), (of_theirs, their_constant) = map(without_constant, (found, answer))
+    if our_constant and their_constant:
+        found, answer = general, of_theirs
+    else:
+        our_constant = their_constant = ""
     known = _read(answer)
     given = _read(found) if known is None or names_of(known) else _read(_without_unit(found, prompt))
     if known is None or given is None:
@@ -130,10 +132,13 @@ def _in_components(text: str, node: Formula, other: Formula) -> Formula:
     for term in node.parts if node.kind == "sum" else (node,):
         unsigned = term.parts[0] if term.kind == "negative" else term
         factors = unsigned.parts if unsigned.kind == "product" else (unsigned,)
-        units = [name for part in factors for name in components if part == Formula("name", value=name)]
+        names = [str(part.value).removeprefix("vec ") if part.kind == "name" else "" for part in factors]
+        units = [name for name in names if name in components]
         if len(units) != 1 or components[units[0]].value != 0:
             return node
-        rest = [part for part in factors if part.value != units[0]] or [Formula("number", value=Fraction(1))]
+        rest = [part for part, name in zip(factors, names, strict=True) if name != units[0]] or [
+            Formula("number", value=Fraction(1))
+        ]
         value = rest[0] if len(rest) == 1 else Formula("product", tuple(rest))
         components[units[0]] = value if unsigned is term else negated(value)
     return Formula("bracket", tuple(components.values()), "()")

@@ -443,10 +443,10 @@ P(A)=\frac13 ~ \frac13
 x_1+x_2=5 ~ x_2+x_1=5
 \text{Area}=12 ~ \text{Area of }ABC=12
 N=5 ~ \text{Number}=5
-\langle 3,-4\rangle ~ 3\mathbf{i}-4\mathbf{j} ~ 3\hat{i}-4\hat{j} ~ -4\mathbf{j}+3\mathbf{i}
+\langle 3,-4\rangle ~ 3\mathbf{i}-4\mathbf{j} ~ 3\hat{i}-4\hat{j} ~ 3\vec{i}-4\vec{j} ~ -4\mathbf{j}+3\mathbf{i}
 \begin{pmatrix}2\\0\\-1\end{pmatrix} ~ 2\mathbf{i}-\mathbf{k}
 \frac35\mathbf{i}-\frac45\mathbf{j} ~ \left(\frac35,-\frac45\right)
-f(x)=cx\text{ for any constant }c ~ f(x)=cx ~ f(x)=kx,\ k\in\mathbb{R} ~ f(x)=ax, \text{ where } a \text{ is an arbitrary constant}
+f(x)=cx\text{ for any constant }c ~ f(x)=kx,\ k\in\mathbb{R} ~ f(x)=ax, \text{ where } a \text{ is an arbitrary constant}
 \emptyset ~ \text{None} ~ \text{none}
 \text{all real numbers except }3 ~ x\ne3 ~ \mathbb{R}\setminus\{3\} ~ (-\infty,3)\cup(3,\infty) ~ \text{All reals except }x=3.
 \text{all real numbers except }-1\text{ and }2 ~ x\ne-1,2 ~ \text{all real numbers other than $2$ and $-1$}
@@ -1401,7 +1401,9 @@ f(x)=cx\text{ for any constant }c ~ f(x)=cx\text{ for any constant }c>0
 f(x)=cx\text{ for any constant }c ~ f(x)=cx, c\in\mathbb{Z}
 f(x)=cx\text{ for any constant }c ~ f(x)=c\text{ for any constant }c
 f(x)=cx\text{ for any constant }c ~ f(x)=x
+f(x)=cx\text{ for any constant }c ~ f(x)=cx
 5\text{ for any constant }c ~ 5
+f(x)=x\text{ for all }x>0 ~ f(x)=x
 3\mathbf{i}-4\mathbf{j} ~ (-4,3)
 3\mathbf{i}-4\mathbf{j} ~ (3,-4,1)
 2\mathbf{i}-\mathbf{k} ~ (2,-1)
