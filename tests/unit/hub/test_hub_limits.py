@@ -11,6 +11,7 @@ from huggingface_hub import constants, get_session
 
 from areal_megatron.hub import hub, hub_client
 from areal_megatron.hub.hub import HubRepo, fetch_data, model_folder
+from tests.support.soaking import with_soaked
 from tests.unit.hub.test_hub import jsonl, refused, server, set_hub  # noqa: F401 - a fixture
 
 EVIL = "\x1b]0;title\x07\x1b[2J\u202e\x9b"
@@ -126,13 +127,18 @@ def test_a_look_up_of_a_revision_ends(server, model, tmp_path, capfd, answer):  
         assert len(server.asked) == (hub_client.TRIES if answer is silent else 1)
 
 
-@pytest.mark.parametrize("answer", [*ANSWERS, with_pages], ids=lambda answer: answer.__name__)
+# Answers after which the library itself waits, for eight seconds and more, are in `make soak`; the look-up meets them all.
+@pytest.mark.parametrize(
+    "answer",
+    with_soaked([*ANSWERS, with_pages], [silent, dripping_headers]),
+    ids=lambda answer: answer.__name__,
+)
 def test_a_listing_of_files_ends(server, model, tmp_path, answer):  # noqa: F811
     server.answer = lambda handler: answer(handler) if "/tree/" in handler.path else handler.usual()
     assert "127.0.0.1" in within(60, model_folder, "Tiny/Model-1.5B", "model.path") and outside(tmp_path) == []
 
 
-@pytest.mark.parametrize("answer", ANSWERS, ids=lambda answer: answer.__name__)
+@pytest.mark.parametrize("answer", with_soaked(ANSWERS, [silent, dripping]), ids=lambda answer: answer.__name__)
 def test_a_download_ends(server, model, tmp_path, answer):  # noqa: F811
     """`deep` is a file as any other, but too long."""
     server.answer = lambda h: answer(h) if h.command == "GET" and h.path.endswith("/config.json") else h.usual()
