@@ -127,7 +127,8 @@ def test_a_look_up_of_a_revision_ends(server, model, tmp_path, capfd, answer):  
         assert len(server.asked) == (hub_client.TRIES if answer is silent else 1)
 
 
-# Answers after which the library itself waits, for eight seconds and more, are in `make soak`; the look-up meets them all.
+# Answers after which the library itself waits, for four seconds and more, are in `make soak`; the look-up meets
+# them all.
 @pytest.mark.parametrize(
     "answer",
     with_soaked([*ANSWERS, with_pages], [silent, dripping_headers]),
