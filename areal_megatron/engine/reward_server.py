@@ -18,6 +18,7 @@ from areal_megatron.engine import kv_cache
 from areal_megatron.engine.server import check_shared_memory, own_cores, reserve_port, server_environment, url
 from areal_megatron.models.architecture import read_config
 from areal_megatron.process.shown import guard
+from areal_megatron.run import gpu_settings
 from areal_megatron.run.folder import from_command_line, one_line, reward_engine_name
 from areal_megatron.run.network import address, socket_settings
 from areal_megatron.run.versions import require
@@ -75,6 +76,7 @@ def main() -> None:
     port, _reservation = reserve_port(host)
     run.announce(reward_engine_name(index), url(host, port))
     words = command(config, host, port)
+    gpu_settings.set_defaults()
     environment = socket_settings(config.machine.host) | os.environ | server_environment(config, run, cpus)
     os.execve(words[0], words, environment)
 

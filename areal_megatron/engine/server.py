@@ -32,6 +32,7 @@ from areal_megatron.engine import kv_cache
 from areal_megatron.engine.environment import CPUS, EMPTY, GPU_SHARE, KV_CACHE_BYTES, PART, RENDEZVOUS, SECRET_FILE
 from areal_megatron.models.architecture import architecture, implied, read_config
 from areal_megatron.process.shown import guard
+from areal_megatron.run import gpu_settings
 from areal_megatron.run.folder import Run, engine_name, from_command_line, one_line
 from areal_megatron.run.network import (
     CREDENTIALS_FILE,
@@ -269,6 +270,7 @@ def main() -> None:
         command = server_command(config, host, port, part)
         run.announce(engine_name(index), url(site.host, port, "https") if site else url(host, port))
     command += memory_arguments(os.environ) + passed_through(config)
+    gpu_settings.set_defaults()
     environment = socket_settings(host) | os.environ | server_environment(config, run, cpus, parts)
     if site:
         environment |= site.settings | {CREDENTIALS_FILE: str(run.credentials.path)}

@@ -19,6 +19,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.process.errors import first_line
 from areal_megatron.reshard.trainer_layout import MegatronSizes
+from areal_megatron.run import gpu_settings
 from areal_megatron.run.folder import Run, RunError
 from areal_megatron.run.network import address, socket_settings
 from areal_megatron.trainer.objects import sign_objects
@@ -131,6 +132,7 @@ def initialise(config: Config, run: Run, rank: int) -> Parallel:
     rank does not join within machine.peer_timeout_s.
     """
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # sequence parallelism overlaps only with this
+    gpu_settings.set_defaults()
     device = choose_device(config)
     world, timeout = config.trainer_ranks, timedelta(seconds=config.machine.peer_timeout_s)
     for name, value in socket_settings(config.machine.host).items():

@@ -20,6 +20,7 @@ from areal_megatron.launch.supervision.processes import Child, Children
 from areal_megatron.planning.memory.parts import GpuShares
 from areal_megatron.planning.pools import Process
 from areal_megatron.run.folder import Run, is_server
+from areal_megatron.run.gpu_settings import WATCHDOG
 from areal_megatron.run.network import Site
 
 _MODULES = {
@@ -160,6 +161,7 @@ def start_order(
     cores: list[int] = []
     if config.machine.device == "cuda":
         settings[VISIBLE] = ",".join(str(slot.id) for slot in process.slots)
+        settings |= WATCHDOG
         # Megatron overlaps tp communication only in the order of one queue; links have streams beside computation
         settings["CUDA_DEVICE_MAX_CONNECTIONS"] = "1" if process.pool == "trainer" and config.trainer.tp > 1 else "32"
         if shares and process.pool == "trainer":

@@ -21,16 +21,14 @@ import torch.distributed as dist
 
 from areal_megatron.process.errors import first_line
 from areal_megatron.reshard.carriers.base import Carrier, Deadline, LinkError, Members
+from areal_megatron.run.gpu_settings import WATCHDOG
 
-SETTINGS = {
+SETTINGS = WATCHDOG | {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-    "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",
 }
-"""With these, torch's watchdog aborts a link's group when a peer dies, and no more. By default it ends the process: at
-once, or some minutes later if a dump of what hangs is asked for, or if its monitor sees no progress
-(ProcessGroupNCCL.cpp). The last one silences a warning that messages wait for each other, as here they should."""
+"""With these, torch's watchdog aborts a link's group when a peer dies, and no more; the process's own environment must
+have WATCHDOG too. The last one silences a warning that messages wait for each other, as here they should."""
 _settings = threading.Lock()
 _BLOCKS = 2, 4
 """The fewest and the most thread blocks of a message on the GPU, which its computation lacks for so long."""

@@ -2,7 +2,9 @@
 
 import itertools
 import json
+import os
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,8 @@ from vllm.config import CacheConfig
 from vllm.utils.mem_utils import MemorySnapshot
 from vllm.v1.worker.utils import request_memory
 
-from areal_megatron.config import Config, ConfigError, DataConfig, ModelConfig, RolloutConfig
+from areal_megatron.config import Config, ConfigError, DataConfig, ModelConfig, RolloutConfig, config_file
+from areal_megatron.engine import server
 from areal_megatron.engine.server import (
     NodePart,
     check_shared_memory,
@@ -25,6 +28,7 @@ from areal_megatron.planning import plan
 from areal_megatron.planning.memory.parts import GIB
 from areal_megatron.planning.pools import Node, allocate
 from areal_megatron.run.folder import Run
+from areal_megatron.run.gpu_settings import WATCHDOG
 
 ROOT = Path(__file__).resolve().parents[4]
 MODEL = ROOT / "configs" / "models" / "Qwen3-8B"
@@ -75,6 +79,35 @@ def test_only_trainers_that_overlap_tensor_parallelism_have_one_queue_on_the_gpu
             for part in getattr(process, "parts", [process]):
                 settings = start_order(asked, made(tmp_path), part, "a").settings
                 assert settings["CUDA_DEVICE_MAX_CONNECTIONS"] == connections
+
+
+def test_every_process_on_gpus_outlives_a_link_that_fails(tmp_path):
+    """torch's monitor would end it, if a watchdog of any group in it asked for a dump."""
+    asked = config("cuda", 2)
+    placement = allocate(asked, [Node("a", (0, 1, 2, 3, 4, 5))])
+    assert {process.pool for process in placement.processes if process.slots} == {"trainer", "rollout"}
+    for process in placement.processes:
+        settings = start_order(asked, made(tmp_path), process, "a").settings
+        assert settings.items() >= WATCHDOG.items()
+    for process in allocate(config("cpu", 1), [Node("a", (0, 1))]).processes:
+        assert not WATCHDOG.keys() & start_order(config("cpu", 1), made(tmp_path), process, "a").settings.keys()
+
+
+def test_an_engine_that_no_launcher_started_has_the_same_settings(tmp_path, monkeypatch):
+    """Whose own choice of one of them stands."""
+    asked, run = config("cpu", 1), made(tmp_path / "run")
+    run.config.write_text(config_file.text(asked))
+    monkeypatch.setattr(sys, "argv", ["server", "--run", str(run.folder), "--index", "0"])
+    for name in WATCHDOG:
+        monkeypatch.setenv(name, "")  # so that it is put back afterwards
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("TORCH_NCCL_ENABLE_MONITORING", "1")
+    started = []
+    monkeypatch.setattr(os, "execve", lambda file, command, environment: started.append(environment))
+    affinity = os.sched_getaffinity(0)
+    server.main()
+    os.sched_setaffinity(0, affinity)
+    assert started[0].items() >= (WATCHDOG | {"TORCH_NCCL_ENABLE_MONITORING": "1"}).items()
 
 
 def test_an_engine_on_one_node_is_told_nothing_of_parts(tmp_path):
