@@ -134,7 +134,7 @@ class Publisher:
             if update.outlet is outlet:
                 update.cut_off("a new generation has begun")
         if outlet is not None:
-            outlet.close()
+            outlet.abort()
 
     def close(self) -> None:
         """Waits for the updates in flight, at most their timeout; trials are given up."""
@@ -276,6 +276,11 @@ class Outlet:
                 link.abort()
             return self._broken
         return reason
+
+    def abort(self) -> None:
+        """Ends what is under way: nobody has a use for this generation any more. Does not wait."""
+        if link := self._link:
+            link.abort()
 
     def close(self) -> None:
         """Ends the streams to an engine at another site; nothing is sent any more."""
@@ -428,6 +433,7 @@ class Transmission:
                         received = self._wait_received()
                 except Exception as e:  # a thread's traceback would be lost
                     error = str(e) if isinstance(e, LinkError) else f"trainer rank {trainer.rank}: {e!r}"
+                    self._read.set()  # what is not read yet never gets into a commit, and the next step waits for this
                     error = outlet.break_link(self._number, error)
         self._read.set()
         self._report(received, error)

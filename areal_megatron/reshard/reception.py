@@ -29,6 +29,8 @@ from areal_megatron.reshard.session import LinkInfo
 from areal_megatron.reshard.staging import Arrival, Shard, Staging
 from areal_megatron.reshard.transport import Link, Message
 
+_ABANDONED = "abandoned by the controller"
+
 
 class Inlet:
     """An engine rank's end of the link in one generation. Joins and plans on a thread of its own.
@@ -123,8 +125,15 @@ class Reception:
         self._thread.start()
 
     def abandon(self) -> None:
-        """Gives up the update; what still arrives of it changes neither parameters nor a later update."""
+        """Gives up the update, at once; what still arrives of it changes neither parameters nor a later update, and its
+        link is unusable.
+
+        vLLM waits for the whole device right after, so also for a message that no trainer will send any more.
+        """
         self.abandoned = True
+        self._deadline.expire()
+        if link := self._inlet.link:
+            link.abort()
 
     def problem(self) -> str:
         """Returns why the update cannot be committed, or "" if all of it is in staging."""
@@ -159,8 +168,8 @@ class Reception:
         except Exception as e:  # a thread's traceback would be lost
             if isinstance(e, ChangesError):
                 inlet.shard.live.publication = None  # whoever is wrong about it, the next generation begins with all
-            self._error = str(e)
-            inlet.break_link(self._number, f"{inlet.name}: update {self._number}: {e}")
+            self._error = _ABANDONED if self.abandoned else str(e)
+            inlet.break_link(self._number, f"{inlet.name}: update {self._number}: {self._error}")
 
     def _receive(self, link: Link) -> None:
         inlet, n = self._inlet, self._number
@@ -257,7 +266,7 @@ class Reception:
 
     def _stop(self) -> None:
         if self.abandoned:
-            raise LinkError("abandoned by the controller")
+            raise LinkError(_ABANDONED)
 
 
 def _check(shard: Shard, hf_config: Mapping[str, Any], sizes: EngineSizes, dtype: torch.dtype, name: str) -> None:

@@ -65,7 +65,7 @@ class Link:
     """One rank's end of a link. Every rank of both sides may use the keys; messages need `join` and, from update to
     update, `meet`.
 
-    One thread at a time may use it, but any thread may call `say_failed` and `failure`.
+    One thread at a time may use it, but any thread may call `say_failed`, `failure`, `abort` and `close`.
     """
 
     def __init__(self, end: LinkEnd):
@@ -134,7 +134,8 @@ class Link:
             self._stream.synchronize()
 
     def abort(self) -> None:
-        """Ends messages that no peer will send or take; the link is unusable then."""
+        """Ends messages that no peer will send or take, without waiting for that; the link is unusable then. Any thread
+        may call it."""
         self.carrier.abort()
 
     def close(self) -> None:

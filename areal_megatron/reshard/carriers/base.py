@@ -170,7 +170,8 @@ class Carrier(ABC):
         work.wait(deadline.left)
 
     def abort(self) -> None:
-        """Ends messages that no peer will send or take, if they do not end by themselves at their timeout."""
+        """Ends messages that no peer will send or take, if they do not end by themselves at their timeout. Any thread
+        may call it, also twice; it does not wait."""
         self.close()
 
     def close(self) -> None:

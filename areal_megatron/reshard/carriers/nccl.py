@@ -18,6 +18,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from areal_megatron.process.errors import first_line
 from areal_megatron.reshard.carriers.base import Carrier, Deadline, LinkError, Members
@@ -29,17 +30,20 @@ SETTINGS = WATCHDOG | {
 }
 """With these, torch's watchdog aborts a link's group when a peer dies, and no more; the process's own environment must
 have WATCHDOG too. The last one silences a warning that messages wait for each other, as here they should."""
+_GIVEN_UP = "the link was given up"
 _settings = threading.Lock()
 _BLOCKS = 2, 4
 """The fewest and the most thread blocks of a message on the GPU, which its computation lacks for so long."""
-_LOOK_S = 0.0001
-"""The pause between two looks whether a message on the GPU has arrived. torch's own wait looks every millisecond."""
+_LOOK_S = 0.0001, 0.001
+"""The pause between two looks whether a message on the GPU has arrived: the first, and the longest, to which it grows.
+A rank has a thread for each of its links, and none of them can look while another thread launches training's work."""
 
 
 class Nccl(Carrier):
     """A communicator of the link's own."""
 
     most_under_way = 1
+    _over = False
 
     @property
     def library(self) -> str:
@@ -56,6 +60,8 @@ class Nccl(Carrier):
         """
         if self.group:
             return
+        if self._over:
+            raise LinkError(f"{self.end.name}: {_GIVEN_UP}")
         self._keys.set(f"member/{self._member}", "")
         wait({f"member/{number}": f"member {number} to connect" for number in range(self._members)})
         self._pairs = _PolledStore(
@@ -70,17 +76,43 @@ class Nccl(Carrier):
     def queue(self, peer: int) -> int:
         return 0
 
+    def send(self, flat: Tensor, peer: int, tag: int) -> dist.Work:
+        return self._live().send([flat], peer, tag)
+
+    def receive(self, flat: Tensor, peer: int, tag: int) -> dist.Work:
+        return self._live().recv([flat], peer, tag)
+
+    def _live(self) -> dist.Backend:
+        group = self.group
+        if group is None:
+            raise RuntimeError(_GIVEN_UP)
+        return group
+
     def wait(self, work: dist.Work, deadline: Deadline) -> None:
         # torch's wait puts one into the GPU's queues first, which holds up what comes after it there until the message
-        # has arrived.
-        while not work.is_completed() and not deadline.passed:
-            time.sleep(_LOOK_S)
+        # has arrived; and at its timeout it would end the communicator itself, which may take long.
+        pause, longest = _LOOK_S
+        while not work.is_completed():
+            if deadline.passed:
+                raise RuntimeError(f"not over by the deadline of {deadline.timeout_s:.0f} s, or given up before")
+            time.sleep(pause)
+            pause = min(2 * pause, longest)
         work.wait(deadline.left)
 
     def abort(self) -> None:
-        if self.group:
-            with contextlib.suppress(RuntimeError):  # the group may have failed already
-                self.group.abort()
+        """Ends the group in the background: NCCL waits for the GPU and for threads of its own, and the group's
+        destructor, which a collection of garbage could call on any thread, for torch's watchdog."""
+        self._over = True
+        held, self.group = [self.group], None
+        if held[0]:
+            threading.Thread(target=_end, args=(held,), name=f"end-{self.end.name}", daemon=True).start()
+
+
+def _end(held: list[dist.Backend]) -> None:
+    """Ends the group in `held`, to which nothing else refers any more."""
+    group = held.pop()
+    with contextlib.suppress(RuntimeError):  # the group may have failed already
+        group.abort()
 
 
 def library() -> str:

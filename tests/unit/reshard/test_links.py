@@ -4,8 +4,10 @@ import os
 import queue
 import threading
 import time
+import weakref
 from collections import Counter, defaultdict
 from dataclasses import replace
+from math import inf
 from types import SimpleNamespace
 
 import pytest
@@ -31,6 +33,12 @@ class RecordedNccl:
 
     made: list
     keys: dist.Store
+    hangs = False
+    """Whether its messages never end, as those to a peer that is gone."""
+    ending_s = 0.0
+    """How long an abort takes."""
+    takes_s = 0.002
+    """How long a message takes."""
 
     class Options:
         def __init__(self):
@@ -40,6 +48,7 @@ class RecordedNccl:
         self.store, self.rank, self.size, self.options = store, rank, size, options
         self.environment = {name: os.environ.get(name) for name in carriers.nccl.SETTINGS}
         self.communicators, self.under_way, self.most = Counter(), 0, 0
+        self.looks, self.aborted = [], None
         self._eager, self._gloo = False, carriers.gloo.group(self.keys, rank, size, 20.0)
         self.made.append(self)
 
@@ -56,20 +65,34 @@ class RecordedNccl:
     def recv(self, tensors, peer, tag):
         return self._work(peer, self._gloo.recv(tensors, peer, tag))
 
-    def abort(self): ...
+    def abort(self):
+        time.sleep(self.ending_s)
+        self.aborted = time.monotonic()
 
     def _work(self, peer, work):
         self.communicators["device" if self._eager else tuple(sorted((self.rank, peer)))] += 1
         self.under_way += 1
         self.most = max(self.most, self.under_way)
-        ready = time.monotonic() + 0.002
+        return Work(work, inf if self.hangs else time.monotonic() + self.takes_s, self)
 
-        def wait(timeout):
-            assert time.monotonic() >= ready, "torch's wait comes after the message, or it holds up the GPU's queue"
-            work.wait(timeout)
-            self.under_way -= 1
 
-        return SimpleNamespace(is_completed=lambda: time.monotonic() >= ready, wait=wait)
+class Work:
+    """Stands for torch's WorkNCCL, which does not hold the group either."""
+
+    def __init__(self, work, ready, group):
+        self._work, self._ready, self._group = work, ready, weakref.proxy(group)
+        self._looks = group.looks
+        self._looks.append(0)
+        self._number = len(self._looks) - 1
+
+    def is_completed(self):
+        self._looks[self._number] += 1
+        return time.monotonic() >= self._ready
+
+    def wait(self, timeout):
+        assert time.monotonic() >= self._ready, "torch's wait comes after the message, or it holds up the GPU's queue"
+        self._work.wait(timeout)
+        self._group.under_way -= 1
 
 
 @pytest.fixture
@@ -79,6 +102,95 @@ def nccl(monkeypatch):
     monkeypatch.setitem(carriers.CARRIERS, "device", carriers.Nccl)
     monkeypatch.setattr(carriers.nccl, "library", lambda: "NCCL 2.29.7")
     return recorded.made
+
+
+def until(condition, timeout_s=10.0):
+    """Returns the seconds until the condition holds."""
+    begin = time.monotonic()
+    while not condition():
+        assert time.monotonic() - begin < timeout_s
+        time.sleep(0.001)
+    return time.monotonic() - begin
+
+
+def test_a_failed_link_holds_the_next_step_no_longer_than_it_takes_to_say_so(pools, nccl):
+    """However long NCCL takes to end the communicator: torch's watchdog alone may wait for a minute."""
+    link = pools(sizes={}, tp=1, timeout_s=30.0)
+    link.join(1)
+    link.update(1)
+    group = next(group for group in nccl if group.rank == 0)
+    type(group).ending_s = 2.0
+    link.publish(2)
+    (update,) = link.publishers[0]._updates
+    until(lambda: update.thread.is_alive())
+    update.outlet.say_failed(2, "engine rank 0 is gone")
+    assert until(update._read.is_set) < 0.1
+    *_, error = link.delivered.get(timeout=0.1)
+    assert error == "engine rank 0 is gone" and group.aborted is None
+    until(lambda: group.aborted)
+
+
+def test_giving_an_engine_up_inside_a_message_holds_neither_the_step_nor_the_thread(pools, nccl):
+    link = pools(sizes={}, tp=1, timeout_s=30.0)
+    link.join(1)
+    link.update(1)
+    type(nccl[0]).ending_s, type(nccl[0]).hangs = 2.0, True
+    link.start()
+    link.publish(2)
+    (update,) = link.publishers[0]._updates
+    until(lambda: update.outlet._link._under_way and nccl[0].under_way)
+    link.publishers[0].give_up(0, 1)
+    assert until(update._read.is_set) < 0.1
+    assert until(lambda: not update.thread.is_alive()) < 1
+
+
+def test_an_abandoned_update_ends_at_once(pools, nccl):
+    """vLLM waits for the whole device right after, and so for a receive that no trainer will answer."""
+    link = pools(sizes={}, tp=1, timeout_s=30.0)
+    link.join(1)
+    link.update(1)
+    group = next(group for group in nccl if group.rank == 1)
+    type(group).ending_s, type(group).hangs = 2.0, True
+    before = group.under_way
+    link.start()
+    link.publish(2)
+    (reception,) = link.updates
+    until(lambda: group.under_way > before)
+    begin = time.monotonic()
+    reception.abandon()
+    assert time.monotonic() - begin < 0.1
+    assert until(lambda: not reception._thread.is_alive()) < 1
+    assert reception.problem().endswith("update 2 cannot be committed: abandoned by the controller")
+    assert until(lambda: group.aborted, 3) > 1, "begun with the call, ended by itself"
+    *_, error = link.delivered.get(timeout=10)
+    assert error.endswith("update 2: abandoned by the controller")
+
+
+def test_whoever_lets_go_of_a_group_is_a_thread_of_its_own(pools, nccl):
+    """Its destructor waits for torch's watchdog."""
+    link = pools(sizes={}, tp=1)
+    link.join(1)
+    link.update(1)
+    dropped = []
+    for group in list(nccl):
+        weakref.finalize(group, lambda: dropped.append(threading.current_thread().name))
+    del group
+    nccl.clear()
+    for end in (link.inlets[0].link, link.publishers[0]._outlets[0].link()):
+        end.abort()
+    until(lambda: len(dropped) == 2)
+    assert dropped == ["end-link to engine 0, generation 1"] * 2
+
+
+def test_a_thread_that_waits_for_a_message_seldom_wakes_up(pools, nccl):
+    """A rank has as many of them as links, beside the one that launches training's kernels."""
+    link = pools(sizes={}, tp=1)
+    link.join(1)
+    link.update(1)
+    type(nccl[0]).takes_s = 0.05
+    link.update(2)
+    looks = [n for group in nccl for n in group.looks[len(group.looks) // 2 :]]
+    assert 20 < max(looks) <= 60
 
 
 def test_a_link_over_nccl_has_one_communicator_on_each_rank(pools, nccl):
