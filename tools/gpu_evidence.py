@@ -31,14 +31,15 @@ from areal_megatron.process.files import new_folder, write_json  # noqa: E402
 from areal_megatron.process.shown import speak_utf8  # noqa: E402
 
 STEPS = {
-    "ceilings": 20,
-    "gpu_tests": 60,
-    "reshard": 45,
-    "training": 145,
-    "logprobs": 40,
-    "ranks": 90,
-    "links": 60,
-    "engine": 120,
+    "queues": 100,
+    "ceilings": 15,
+    "gpu_tests": 75,
+    "reshard": 30,
+    "training": 130,
+    "logprobs": 25,
+    "ranks": 80,
+    "links": 35,
+    "engine": 90,
 }
 """The most seconds that a step may take: together, less than ten minutes."""
 PACKAGES = ("torch", "megatron-core", "vllm", "transformers", "transformer-engine", "triton", "nvidia-nccl-cu13")

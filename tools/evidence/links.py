@@ -1,4 +1,4 @@
-"""Links of two ranks on one device: what one costs, what a waiting receive costs a product, and a peer that dies.
+"""Links of two ranks on one device: what one costs, and what a waiting receive costs a product.
 
 On CUDA the ranks seem to be on different hosts (processes.py), so that NCCL's messages go over sockets: times of
 messages mean nothing, memory and the behaviour of streams do.
@@ -6,8 +6,6 @@ messages mean nothing, memory and the behaviour of streams do.
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -16,7 +14,7 @@ from typing import Any
 import psutil
 import torch
 
-from areal_megatron.reshard.carriers.base import Deadline, LinkEnd, LinkError, Members, connect
+from areal_megatron.reshard.carriers.base import Deadline, LinkEnd, Members, connect
 from areal_megatron.reshard.engine_layout import EngineSizes
 from areal_megatron.reshard.plan import Bucket, Planner
 from areal_megatron.reshard.trainer_layout import MegatronSizes
@@ -26,10 +24,11 @@ from tools.bench.reshard_device import QWEN_1_5B, SMALL
 from tools.evidence.ceilings import product_rate
 from tools.evidence.parts import Finding, Options, Part
 from tools.evidence.processes import on_ranks
+from tools.evidence.queues import gpu_or_cpu
 
 COUNTS = (1, 8, 32, 64)
 CONNECTIONS = ("1", "8", "32")
-LINK_TIMEOUT_S, PEER_TIMEOUT_S = 30.0, 5.0
+LINK_TIMEOUT_S = 30.0
 MIB = 2**20
 
 
@@ -47,7 +46,7 @@ def communicators(options: Options) -> Iterator[Finding]:
 
 def open_links(rank: int, device: str, store: str, counts: list[int]) -> list[list[float]]:
     """Returns (links, MiB a link, seconds a link) for each of `counts`."""
-    bucket, target = _buckets(small=True)[0], torch.device(device)
+    bucket, target = _buckets(small=True)[0], gpu_or_cpu(device)
     flat, links, found = torch.zeros(bucket.elements, device=target, dtype=torch.bfloat16), [], []
     keys = connect(store, LINK_TIMEOUT_S)
     keys.set(f"ready/{rank}", "")
@@ -76,7 +75,7 @@ def beside_receive(options: Options, connections: str) -> Iterator[Finding]:
 
 def product_share(rank: int, device: str, small: bool, store: str) -> float:
     """Returns on rank 1 the rate of products beside a receive that waits, over their rate alone."""
-    options, bucket, target = Options(device, small, None), _buckets(small)[0], torch.device(device)
+    options, bucket, target = Options(device, small, None), _buckets(small)[0], gpu_or_cpu(device)
     link, flat = _link(rank, target, store, 0), torch.zeros(bucket.elements, device=target, dtype=torch.bfloat16)
     _message(link, rank, flat, bucket).wait(Deadline(LINK_TIMEOUT_S))  # the communicator exists
     share = 0.0
@@ -90,36 +89,6 @@ def product_share(rank: int, device: str, small: bool, store: str) -> float:
         waiting = _message(link, rank, flat, bucket)
     waiting.wait(Deadline(LINK_TIMEOUT_S))
     return share
-
-
-def killed_peer(options: Options) -> Iterator[Finding]:
-    """The rank whose peer dies inside a message gets an error, and lives on."""
-    store = open_store()
-    arguments = options.device, options.small, _address(store)
-    _, found = on_ranks(lose_peer, 2, *arguments, folder=options.folder / "killed", killed={0})
-    yield Finding("a killed peer is noticed after", found["seconds"], "s", more=found)
-
-
-def lose_peer(rank: int, device: str, small: bool, store: str) -> dict[str, Any]:
-    """Rank 0 kills itself in place of its second message; rank 1 returns when and how it noticed."""
-    buckets, target = _buckets(small), torch.device(device)
-    flat = torch.zeros(max(bucket.elements for bucket in buckets), device=target, dtype=torch.bfloat16)
-    link = _link(rank, target, store, 0)
-    _message(link, rank, flat[: buckets[0].elements], buckets[0]).wait(Deadline(LINK_TIMEOUT_S))
-    if rank == 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-    start = time.perf_counter()
-    try:
-        _message(link, rank, flat[: buckets[1].elements], buckets[1]).wait(Deadline(PEER_TIMEOUT_S))
-        link.settle()
-        raise RuntimeError("the message of a dead peer has arrived")
-    except LinkError as e:
-        took, error = time.perf_counter() - start, str(e)
-    link.abort()
-    flat.add_(1)
-    if float(flat.float().sum()) < len(flat):
-        raise RuntimeError("the device computes wrongly after its link was aborted")
-    return {"seconds": took, "error": error}
 
 
 def _link(rank: int, device: torch.device, store: str, number: int) -> Link:
@@ -154,5 +123,4 @@ def _address(store: Any) -> str:
 PARTS: dict[str, Part] = {
     "communicators": communicators,
     **{f"receive, {count} connections": partial(beside_receive, connections=count) for count in CONNECTIONS},
-    "killed peer": killed_peer,
 }
