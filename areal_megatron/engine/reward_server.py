@@ -77,6 +77,8 @@ def main() -> None:
     run.announce(reward_engine_name(index), url(host, port))
     words = command(config, host, port)
     gpu_settings.set_defaults()
+    if not config.machine.is_cpu:
+        gpu_settings.check(os.environ)
     environment = socket_settings(config.machine.host) | os.environ | server_environment(config, run, cpus)
     os.execve(words[0], words, environment)
 

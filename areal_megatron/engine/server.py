@@ -271,6 +271,8 @@ def main() -> None:
         run.announce(engine_name(index), url(site.host, port, "https") if site else url(host, port))
     command += memory_arguments(os.environ) + passed_through(config)
     gpu_settings.set_defaults()
+    if not config.machine.is_cpu:
+        gpu_settings.check(os.environ)
     environment = socket_settings(host) | os.environ | server_environment(config, run, cpus, parts)
     if site:
         environment |= site.settings | {CREDENTIALS_FILE: str(run.credentials.path)}

@@ -14,6 +14,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from areal_megatron.config import Config, ConfigError
@@ -128,12 +129,15 @@ class Parallel:
 def initialise(config: Config, run: Run, rank: int) -> Parallel:
     """Joins this process to the trainer pool.
 
-    Raises ConfigError if this machine does not have machine.device, RunError if rank 0 does not open the store or a
+    Raises ConfigError if this machine does not have machine.device or its environment a setting that does not go with
+    GPUs, RunError if rank 0 does not open the store or a
     rank does not join within machine.peer_timeout_s.
     """
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # sequence parallelism overlaps only with this
     gpu_settings.set_defaults()
     device = choose_device(config)
+    if device.type == "cuda":
+        gpu_settings.check(os.environ)
+    linear_with_grad_accumulation_and_async_allreduce.warned = True  # it advises one queue on the GPU
     world, timeout = config.trainer_ranks, timedelta(seconds=config.machine.peer_timeout_s)
     for name, value in socket_settings(config.machine.host).items():
         os.environ.setdefault(name, value)

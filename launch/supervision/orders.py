@@ -19,8 +19,8 @@ from areal_megatron.launch.supervision.gpus import VISIBLE
 from areal_megatron.launch.supervision.processes import Child, Children
 from areal_megatron.planning.memory.parts import GpuShares
 from areal_megatron.planning.pools import Process
+from areal_megatron.run import gpu_settings
 from areal_megatron.run.folder import Run, is_server
-from areal_megatron.run.gpu_settings import WATCHDOG
 from areal_megatron.run.network import Site
 
 _MODULES = {
@@ -161,9 +161,7 @@ def start_order(
     cores: list[int] = []
     if config.machine.device == "cuda":
         settings[VISIBLE] = ",".join(str(slot.id) for slot in process.slots)
-        settings |= WATCHDOG
-        # Megatron overlaps tp communication only in the order of one queue; links have streams beside computation
-        settings["CUDA_DEVICE_MAX_CONNECTIONS"] = "1" if process.pool == "trainer" and config.trainer.tp > 1 else "32"
+        settings |= gpu_settings.SETTINGS
         if shares and process.pool == "trainer":
             most = f"per_process_memory_fraction:{shares.trainer:.4f}"
             settings["PYTORCH_ALLOC_CONF"] = f"expandable_segments:True,{most}"

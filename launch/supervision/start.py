@@ -36,7 +36,7 @@ from areal_megatron.reward.answers import problem_with_answers
 from areal_megatron.reward.function import load_function
 from areal_megatron.reward.group import load_group_function
 from areal_megatron.reward.trial import try_rewards
-from areal_megatron.run import descriptors, versions
+from areal_megatron.run import descriptors, gpu_settings, versions
 from areal_megatron.run.arguments import Parser
 from areal_megatron.run.folder import Run
 from areal_megatron.workflows.trial import try_workflows
@@ -164,6 +164,8 @@ def check(
     `run`: the config's, as its launcher holds it; None: nothing is to be started, and of a model on the hub only the
     description is fetched, and its weights are checked if they are here. `python`: as check_packages.
     """
+    if config.machine.device == "cuda":
+        gpu_settings.check(os.environ | gpu_settings.SETTINGS)  # which every process is given
     fetched = run is not None or Path(config.model.path).exists()
     check_trackers(config.track)
     fetch(config, run, fetched)

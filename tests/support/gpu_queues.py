@@ -3,11 +3,15 @@
 Work leaves the front of its queue and runs once the work before it on its stream is done; until then everything behind
 it in the queue waits too (CUDA_DEVICE_MAX_CONNECTIONS is the number of queues). A message is done when it runs at both
 ends, a collective when it runs on all its ranks, since each waits for the others on the GPU.
+
+Each stream here has a communicator of its own. Behind each kernel NCCL puts a wait for it on a further stream of the
+communicator (ncclLaunchFinish), somewhere in the queues: at the front of one, it holds up everything behind it until
+the message or the collective is done.
 """
 
 import random
 from collections import Counter, defaultdict, deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
 
@@ -21,14 +25,22 @@ class Thread(NamedTuple):
     """Whether it waits for what it has put on a stream before it puts more there."""
 
 
-def stuck(threads: Sequence[Thread], queues: int, order: random.Random) -> set:
-    """Returns what is never done when the threads take turns in a random order."""
+def stuck(
+    threads: Sequence[Thread], queues: Callable[[Hashable], int], order: random.Random, nccl_waits: bool = True
+) -> set:
+    """Returns what is never done when the threads take turns in a random order.
+
+    `queues`: how many the GPU of a rank has. `nccl_waits`: whether NCCL puts waits for its kernels there.
+    """
     parties = Counter(what for thread in threads for _, what in thread.work)
     ranks = defaultdict(set)
     for thread in threads:
         for _, what in thread.work:
             ranks[what].add(thread.rank)
-    places = {(t.rank, stream): (t.rank, order.randrange(queues)) for t in threads for stream, _ in t.work}
+    streams = {
+        (t.rank, own): queues(t.rank) for t in threads for stream, _ in t.work for own in (stream, _waits(stream))
+    }
+    places = {(rank, stream): (rank, order.randrange(count)) for (rank, stream), count in streams.items()}
     of_rank = defaultdict(set)
     for rank, place in places.values():
         of_rank[rank].add((rank, place))
@@ -42,9 +54,11 @@ def stuck(threads: Sequence[Thread], queues: int, order: random.Random) -> set:
             queue = held[place]
             while queue:
                 stream, what = queue[0]
-                if running.get((place[0], stream)) not in done:
+                if (what if stream is None else running.get((place[0], stream))) not in done:
                     break
                 queue.popleft()
+                if stream is None:
+                    continue
                 running[place[0], stream] = what
                 runs[what] += 1
                 if runs[what] == parties[what]:
@@ -60,8 +74,18 @@ def stuck(threads: Sequence[Thread], queues: int, order: random.Random) -> set:
         thread, work, last = turn
         stream, what = work.popleft()
         last[stream] = what
-        held[places[thread.rank, stream]].append((stream, what))
-        advance(places[thread.rank, stream])
+        put = [(places[thread.rank, stream], stream)]
+        if nccl_waits:
+            put.append((places[thread.rank, _waits(stream)], None))
+        for place, of_stream in put:
+            held[place].append((of_stream, what))
+        for place, _ in put:
+            advance(place)
         if not work:
             left.remove(turn)
     return parties.keys() - done
+
+
+def _waits(stream: Hashable) -> Hashable:
+    """The stream of NCCL's own beside one that carries its kernels."""
+    return "waits", stream

@@ -3,7 +3,7 @@
 A rank has one message of a link on its way at most, and posts the next when it has seen that one arrive: a link has one
 communicator, and that has one stream. A GPU holds the work of all its streams in a few queues: a second message waiting
 there for the first could stall the all-reduce of a training step. Another rank may need this all-reduce before it gets
-to the message for which everybody waits.
+to the message for which everybody waits. NCCL puts one wait there for the message itself (run/gpu_settings.py).
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from areal_megatron.config import Config, DataConfig, MachineConfig, ModelConfig
 from areal_megatron.run.folder import Run, RunError
-from areal_megatron.run.gpu_settings import WATCHDOG
+from areal_megatron.run.gpu_settings import SETTINGS
 from areal_megatron.trainer import parallel
 
 
@@ -19,10 +19,10 @@ def test_megatrons_groups_are_made_once(tmp_path, monkeypatch, device, backend):
 
     def stop(backend, **_):
         found.append(backend)
-        assert os.environ.items() >= WATCHDOG.items(), "read when a group is made, also in a rank without a launcher"
+        assert os.environ.items() >= SETTINGS.items(), "read when a group is made, also in a rank without a launcher"
         raise RuntimeError("far enough")
 
-    for name in WATCHDOG:
+    for name in SETTINGS:
         monkeypatch.setenv(name, "")  # so that it is put back afterwards
         monkeypatch.delenv(name)
     monkeypatch.setattr(dist, "init_process_group", stop)

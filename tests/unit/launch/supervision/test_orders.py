@@ -23,12 +23,14 @@ from areal_megatron.engine.server import (
     server_environment,
 )
 from areal_megatron.launch import evaluate
+from areal_megatron.launch.supervision import start
 from areal_megatron.launch.supervision.orders import start_order
 from areal_megatron.planning import plan
 from areal_megatron.planning.memory.parts import GIB
 from areal_megatron.planning.pools import Node, allocate
+from areal_megatron.run import gpu_settings
 from areal_megatron.run.folder import Run
-from areal_megatron.run.gpu_settings import WATCHDOG
+from areal_megatron.run.gpu_settings import SETTINGS, WATCHDOG
 
 ROOT = Path(__file__).resolve().parents[4]
 MODEL = ROOT / "configs" / "models" / "Qwen3-8B"
@@ -69,16 +71,33 @@ def test_each_part_is_ordered_on_its_node_with_the_gpus_of_that(tmp_path):
     assert orders[0].command == orders[1].command and len({order.log for order in orders}) == 2
 
 
-@pytest.mark.parametrize(("tp", "trainers"), [(1, "32"), (2, "1")])
-def test_only_trainers_that_overlap_tensor_parallelism_have_one_queue_on_the_gpu(tmp_path, tp, trainers):
+@pytest.mark.parametrize("tp", [1, 2])
+def test_every_process_has_all_queues_of_its_gpu(tmp_path, tp):
     asked = config("cuda", 1)
     asked.trainer.tp = tp
-    placement = allocate(asked, [Node("a", (0, 1, 2, 3))])
-    for pool, connections in (("trainer", trainers), ("rollout", "32")):
-        for process in placement.pool(pool):
-            for part in getattr(process, "parts", [process]):
-                settings = start_order(asked, made(tmp_path), part, "a").settings
-                assert settings["CUDA_DEVICE_MAX_CONNECTIONS"] == connections
+    for process in allocate(asked, [Node("a", (0, 1, 2, 3))]).processes:
+        assert start_order(asked, made(tmp_path), process, "a").settings["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [
+        ("NCCL_LAUNCH_ORDER_IMPLICIT", "1", "takes for a race and ends the process; unset it"),
+        ("CUDA_DEVICE_MAX_CONNECTIONS", "1", "may wait for each other in a circle; unset it"),
+    ],
+)
+def test_settings_with_which_a_process_hangs_or_ends_are_refused(name, value, why):
+    with pytest.raises(ConfigError, match=f"^{name}={value}: .*{why}$"):
+        gpu_settings.check({name: value})
+    gpu_settings.check({"NCCL_LAUNCH_ORDER_IMPLICIT": "0"} | gpu_settings.SETTINGS)
+
+
+def test_a_run_on_gpus_is_refused_with_such_a_setting_before_anything_starts(tmp_path, monkeypatch):
+    asked = config("cuda", 1)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # which Megatron advises: ours is given to every process
+    monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+    with pytest.raises(ConfigError, match=r"^NCCL_LAUNCH_ORDER_IMPLICIT=1: "):
+        start.check(asked, [Node("a", (0, 1))])
 
 
 def test_every_process_on_gpus_outlives_a_link_that_fails(tmp_path):
@@ -98,7 +117,7 @@ def test_an_engine_that_no_launcher_started_has_the_same_settings(tmp_path, monk
     asked, run = config("cpu", 1), made(tmp_path / "run")
     run.config.write_text(config_file.text(asked))
     monkeypatch.setattr(sys, "argv", ["server", "--run", str(run.folder), "--index", "0"])
-    for name in WATCHDOG:
+    for name in SETTINGS:
         monkeypatch.setenv(name, "")  # so that it is put back afterwards
         monkeypatch.delenv(name)
     monkeypatch.setenv("TORCH_NCCL_ENABLE_MONITORING", "1")
