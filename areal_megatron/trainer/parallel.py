@@ -14,7 +14,6 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from areal_megatron.config import Config, ConfigError
@@ -137,7 +136,6 @@ def initialise(config: Config, run: Run, rank: int) -> Parallel:
     device = choose_device(config)
     if device.type == "cuda":
         gpu_settings.check(os.environ)
-    linear_with_grad_accumulation_and_async_allreduce.warned = True  # it advises one queue on the GPU
     world, timeout = config.trainer_ranks, timedelta(seconds=config.machine.peer_timeout_s)
     for name, value in socket_settings(config.machine.host).items():
         os.environ.setdefault(name, value)

@@ -33,6 +33,8 @@ def apply() -> None:
         # Without TransformerEngine and apex, Megatron takes the norm of each tensor to the host.
         patch(clip_grads, "l2_norm_impl", _norm)
     patch(HybridDeviceOptimizer, "_get_sub_optimizer_param_groups", _all_on_host)
+    # It would advise CUDA_DEVICE_MAX_CONNECTIONS=1, which run/gpu_settings.py refuses.
+    patch(layers.linear_with_grad_accumulation_and_async_allreduce, "warned", True)
 
 
 def accumulate_in_products() -> None:
