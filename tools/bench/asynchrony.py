@@ -34,7 +34,7 @@ from areal_megatron.observe.metrics import MetricsReader, read_metrics
 from areal_megatron.observe.spans import overlap, read_spans, union
 from areal_megatron.process.files import new_folder, write_json
 from areal_megatron.run.folder import Run
-from tools.bench.figures import Figure, cell, spread, spreads
+from tools.bench.common import Figure, cell, spread, spreads
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PYTHONPATH = str(ROOT)

@@ -32,7 +32,7 @@ from areal_megatron.run.folder import Run
 from areal_megatron.trainer import checkpoint
 from areal_megatron.trainer.trainer import Trainer
 from tools.bench.checkpoint_peers import save_as_megatron_does
-from tools.bench.figures import Figure, bootstrapped, line, spread
+from tools.bench.common import Figure, bootstrapped, line, spread
 from tools.bench.publish import SIZES
 from tools.make_arithmetic import save_model
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from areal_megatron.process.files import new_folder, write_json
-from tools.bench.figures import line, spreads
+from tools.bench.common import line, spreads
 
 if TYPE_CHECKING:
     import numpy as np

@@ -20,7 +20,7 @@ from pathlib import Path
 from areal_megatron.process.files import write_json
 from areal_megatron.reward import choice, code, expression, math
 from areal_megatron.reward.no_score import AnswerRefused
-from tools.bench.figures import Figure, spread
+from tools.bench.common import Figure, spread
 
 MOST_MS = 50.0
 """The target for TARGET_CHARACTERS."""

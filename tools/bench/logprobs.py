@@ -25,7 +25,7 @@ import torch.nn.functional as F
 
 import areal_megatron.trainer  # noqa: F401  (adapts megatron-core to this machine before anything imports it)
 from areal_megatron.trainer.logprobs import Vocabulary, tile_of, token_logprobs
-from tools.bench.figures import cell, spread, spreads
+from tools.bench.common import cell, spread, spreads
 
 MIB = 2**20
 ROWS = 2**27

@@ -44,7 +44,7 @@ from areal_megatron.packing.bins import lower_bound
 from areal_megatron.packing.partition import aligned, partition, split
 from areal_megatron.process.files import write_json
 from tools.bench import packing_paper
-from tools.bench.figures import cell, spread
+from tools.bench.common import cell, spread
 from tools.bench.packing_rows import measure_rows, row_table
 
 Plan = list[list[list[list[int]]]]

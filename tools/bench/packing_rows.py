@@ -10,7 +10,7 @@ import numpy as np
 
 from areal_megatron.models.flops import SequenceFlops
 from areal_megatron.packing.row import Division, TokenRow, View, divide
-from tools.bench.figures import cell, spread
+from tools.bench.common import cell, spread
 
 
 def measure_rows(rows: Iterable[Sequence[int]], ranks: int, flops: SequenceFlops) -> dict[str, Any]:

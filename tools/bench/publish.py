@@ -21,7 +21,7 @@ from areal_megatron.observe.metrics import read_metrics
 from areal_megatron.observe.spans import read_spans, speeds_with_and_without
 from areal_megatron.process.files import new_folder, write_json
 from areal_megatron.run.folder import Run
-from tools.bench.figures import line, spreads
+from tools.bench.common import line, spreads
 from tools.make_arithmetic import save_model
 
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -34,7 +34,7 @@ from areal_megatron.reshard import engine_layout
 from areal_megatron.reshard.engine_layout import EngineSizes
 from areal_megatron.reshard.session import init_body
 from areal_megatron.run.folder import Run
-from tools.bench.figures import line, spreads
+from tools.bench.common import line, spreads
 from tools.bench.reshard_pools import SIZES, SMALL, Engine, Generation, Trainers, pools, prepare
 
 AIMS = {

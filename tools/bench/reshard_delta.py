@@ -19,7 +19,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from tools.bench.figures import line, spreads
+from tools.bench.common import line, spreads
 from tools.bench.reshard_pools import ENVIRONMENT, ROOT, SIZES, SMALL
 
 AIMS = {

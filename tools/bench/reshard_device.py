@@ -28,7 +28,7 @@ from areal_megatron.reshard.plan import Planner, largest_bucket
 from areal_megatron.reshard.publish import Outlet, TrainerRank
 from areal_megatron.reshard.session import LinkRef
 from areal_megatron.reshard.trainer_layout import MegatronSizes
-from tools.bench.figures import line, spreads
+from tools.bench.common import line, spreads
 
 QWEN_1_5B = {
     "model_type": "qwen2",

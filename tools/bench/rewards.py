@@ -25,7 +25,7 @@ from areal_megatron.config import RewardConfig
 from areal_megatron.process.files import write_json
 from areal_megatron.reward.worker import Answer
 from areal_megatron.reward.workers import RewardWorkers
-from tools.bench.figures import line, spreads
+from tools.bench.common import line, spreads
 
 DOCS = Path(__file__).resolve().parent.parent.parent / "docs"
 GROUP, VOCABULARY, END = 16, 8192, "<eos>"

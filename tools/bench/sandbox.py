@@ -20,7 +20,7 @@ from io import BytesIO
 from pathlib import Path
 
 from areal_megatron.process.files import write_json
-from tools.bench.figures import cell, spreads
+from tools.bench.common import cell, spreads
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PROGRAMS = {

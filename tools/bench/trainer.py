@@ -55,7 +55,7 @@ from areal_megatron.planning.memory.trainer import trainer_memory
 from areal_megatron.process.files import write_json
 from areal_megatron.run.folder import Run
 from areal_megatron.trainer.trainer import Trainer
-from tools.bench.figures import cell, spread
+from tools.bench.common import cell, spread
 from tools.bench.logprobs import peak
 from tools.bench.plain_loop import PlainLoop, ways
 from tools.bench.synchronisations import kept_on_host, reason, synchronisations
