@@ -1,6 +1,6 @@
 """What asynchrony pays: trained tokens/s at η = 4 over η = 0, and over a colocated synchronous loop.
 
-    python tools/bench/asynchrony.py [--short] [--repetitions 3] [--json FILE] [--out runs/bench-async-N]
+    python tools/bench/asynchrony.py [--short | --update] [--repetitions 3] [--json FILE] [--out runs/bench-async-N]
 
 The same model, batch and answers each time. Answer lengths are forced: lognormal, median 24, cap 256
 (tools/bench/asynchrony.jsonl). η = 0 and η = 4 run the engine on one core and the trainer on the other; `colocated`
@@ -9,34 +9,37 @@ gives both cores to generation and then both to training, with two engines and t
 `--short`: answers of 12 to 24 tokens, 18 on average, 16 to a prompt and 128 a batch, one optimizer step a batch; η = 4
 against `colocated` alone. With so little to compute per answer, what each process does for it counts: *_ms is processor
 time per completion.
+
+`--update`: what a weight update costs training and generation, at η = 4 with a model of 18 million parameters, 73 MB of
+float32 weights. Mini-batches during which weights were sent are compared with all others of the same run; the trainer
+rank has one core, for computing and for sending.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import math
 import os
 import random
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from statistics import NormalDist, mean
+from statistics import NormalDist, mean, median
 
 import psutil
 
 from areal_megatron.config import config_file
 from areal_megatron.observe.metrics import MetricsReader, read_metrics
-from areal_megatron.observe.spans import overlap, read_spans, union
-from areal_megatron.process.files import new_folder, write_json
+from areal_megatron.observe.spans import overlap, read_spans, speeds_with_and_without, union
+from areal_megatron.process.files import new_folder
 from areal_megatron.run.folder import Run
-from tools.bench.common import Figure, cell, spread, spreads
+from tools.bench import common
+from tools.bench.common import ROOT, Figure, cell, spread, spreads
+from tools.make_arithmetic import save_model
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 PYTHONPATH = str(ROOT)
 """For the processes of the runs, which import their reward, tools.bench.asynchrony:score, from the checkout."""
 WORKLOAD = Path(__file__).with_name("asynchrony.jsonl")
@@ -57,6 +60,24 @@ SHORT = [
 ]
 """Settings of the runs with --short. More answers at once share what a step costs the engine whatever its size, but
 each commit of weights prefills all of them again."""
+SIZES = {
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+}
+"""The sizes of the model with --update."""
+MINIBATCHES = 4
+UPDATE = [
+    "updates=30",
+    "batch_size=32",
+    "ppo.objective=naive",  # without proximal passes every mini-batch is the same work
+    f"ppo.minibatches={MINIBATCHES}",
+    "rollout.max_staleness=4",
+]
+"""Settings of the runs with --update. Only the first mini-batch of a batch overlaps with sending."""
 PARTS = {
     "VLLM::EngineCore": "engine_core",
     "areal_megatron.engine.serving": "engine_server",
@@ -262,34 +283,65 @@ def _cell(figure: Figure) -> str:
     return cell(figure, digits=0 if figure["median"] >= 100 else 2)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--short", action="store_true", help="short answers: completions/s, and what they cost")
-    parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="write the same figures here")
-    parser.add_argument("--out", type=Path, help="new folder for the runs; default: runs/bench-async-N")
-    options = parser.parse_args()
-    from tools.make_arithmetic import save_model
+def cost_of_updates(run: Run) -> dict[str, float]:
+    """Returns the figures of the updates after the first five of a run with UPDATE."""
+    spans = [span for span in read_spans(run) if span.process == "trainer-0"]
+    steps = [span for span in spans if span.name == "train"][5 * MINIBATCHES :]
+    speeds = speeds_with_and_without(steps, [span for span in spans if span.name == "publish"])
+    if speeds is None:
+        sys.exit(f"error: too few mini-batches met a publish in {run.folder}")
+    updates = [line for line in read_metrics(run) if line["kind"] == "update"][5:]
+    return {
+        "tokens_per_s_of_minibatches_that_met_a_publish": speeds[0],
+        "tokens_per_s_of_the_others": speeds[1],
+        "speed_ratio": speeds[0] / speeds[1],
+        "seconds_of_a_minibatch": median(span.duration for span in steps),
+        "publish_ms": 1e3 * median(u["publish_s"] for u in updates),
+        "commit_ms": 1e3 * median(u["commit_s"] for u in updates),
+        "megabytes": updates[-1]["weights_bytes"] / 1e6,
+    }
 
-    out = new_folder("bench-async", options.out)
-    save_model(out / "model", seed=1)
+
+def measure_updates(out: Path, repetitions: int) -> dict[str, Figure]:
+    runs = [out / f"update-{repetition}" for repetition in range(1, repetitions + 1)]
+    for run in runs:
+        run_to_its_end(run, UPDATE)
+    return spreads([cost_of_updates(Run(run)) for run in runs])
+
+
+def compare(out: Path, repetitions: int, short: bool) -> dict[str, object]:
+    """Runs every variant in turn and returns their `summary`."""
     names, settings = list(VARIANTS), []
-    if options.short:
+    if short:
         names.remove("eta0")
         (out / "short.jsonl").write_text(short_workload(), encoding="utf-8")
         settings = [*SHORT, f"data.train={out / 'short.jsonl'}"]
     results: dict[str, list[dict[str, float]]] = {name: [] for name in names}
-    for repetition in range(1, options.repetitions + 1):
+    for repetition in range(1, repetitions + 1):
         for name, runs in results.items():
             runs.append(run_variant(name, out, repetition, settings))
             rates = "{tokens_per_s:,.0f} trained tokens/s, {completions_per_s:,.0f} completions/s".format(**runs[-1])
             print(f"{name}, repetition {repetition}: {rates}", flush=True)
-    report = summary(results)
-    print("\n" + table(report))
-    if options.json:
-        write_json(options.json, report)
+    return summary(results)
+
+
+def main() -> None:
+    parser = common.parser(__doc__, repetitions=3, out="bench-async")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--short", action="store_true", help="short answers: completions/s, and what they cost")
+    which.add_argument("--update", action="store_true", help="what a weight update costs")
+    options = parser.parse_args()
+    out = new_folder("bench-async", options.out)
+    save_model(out / "model", 1, **(SIZES if options.update else {}))
+    if options.update:
+        report = measure_updates(out, options.repetitions)
+        print(common.report(report))
+    else:
+        report = compare(out, options.repetitions, options.short)
+        print("\n" + table(report))
+    common.keep(options.json, report)
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends its runs too
+    common.end_when_told()
     main()

@@ -12,7 +12,6 @@ megatron-core alone saves the same state, which training would wait for too.
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import sys
@@ -23,17 +22,19 @@ from typing import Any
 
 import numpy as np
 import torch
+from megatron.core import dist_checkpointing
 
 from areal_megatron.config import Config, DataConfig, MachineConfig, ModelConfig, TrainerConfig
 from areal_megatron.data.prompts import Example
 from areal_megatron.launch.supervision.orders import ON_CPU
-from areal_megatron.process.files import new_folder, write_json
+from areal_megatron.process.files import new_folder
 from areal_megatron.run.folder import Run
-from areal_megatron.trainer import checkpoint
+from areal_megatron.trainer import checkpoint, checkpoint_tensors
+from areal_megatron.trainer.cpu import cpu_passes_for_cuda
 from areal_megatron.trainer.trainer import Trainer
-from tools.bench.checkpoint_peers import save_as_megatron_does
-from tools.bench.common import Figure, bootstrapped, line, spread
-from tools.bench.publish import SIZES
+from tools.bench import common
+from tools.bench.asynchrony import SIZES
+from tools.bench.common import Figure, bootstrapped, spread
 from tools.make_arithmetic import save_model
 
 STEPS = 3
@@ -115,6 +116,17 @@ def clear(path: Path) -> None:
     os.sync()  # so that what follows does not wait for earlier writes
 
 
+def save_as_megatron_does(subject: Trainer, path: Path) -> None:
+    """Saves model and optimizer into an empty folder; gathers the optimizer's states of all replicas. Collective."""
+    metadata, states = checkpoint_tensors.METADATA | {"dp_cp_group": checkpoint_tensors.replicas()}, {}
+    for name, learner in subject.learners.items():
+        model = checkpoint_tensors.model_state(name, learner)
+        with cpu_passes_for_cuda():
+            optimizer = learner.optimizer.megatron.sharded_state_dict(model, False, metadata=metadata)
+        states[name] = {"model": model, "optimizer": optimizer}
+    dist_checkpointing.save(states.pop("policy") | states, str(path), content_metadata=checkpoint_tensors.METADATA)
+
+
 def costs(seconds: Seconds, of_megatron: float) -> dict[str, Figure]:
     """Returns the seconds of an undisturbed run, those lost to each kind of checkpoint, and the ratios of these."""
 
@@ -132,11 +144,7 @@ def costs(seconds: Seconds, of_megatron: float) -> dict[str, Figure]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--repetitions", type=int, default=80)
-    parser.add_argument("--json", type=Path, help="write the same figures here")
-    parser.add_argument("--out", type=Path, help="new folder; default: runs/bench-checkpoint-N")
-    options = parser.parse_args()
+    options = common.parser(__doc__, repetitions=80, out="bench-checkpoint").parse_args()
     if any(os.environ.get(name) != value for name, value in ON_CPU.items()):  # as launchers start trainer ranks
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | ON_CPU)
     torch.set_num_threads(1)
@@ -146,14 +154,11 @@ def main() -> None:
     report = costs({kind: np.diff(times) for kind, times in edges.items()}, median(of_megatron))
     megabytes = sum(file.stat().st_size for file in (out / "checkpoint-of-megatron").iterdir()) / 1e6
     print(f"{megabytes:.0f} MB a checkpoint; {options.repetitions} repetitions, medians and what 90% of draws give")
-    for key, figure in report.items():
-        print(line(key, figure, digits=3))
+    print(common.report(report, digits=3))
     print("median (lowest – highest):")
     alone = {"stall_s": spread(stalls), "megatron_core_s": spread(of_megatron)}
-    for key, figure in alone.items():
-        print(line(key, figure, digits=3))
-    if options.json:
-        write_json(options.json, report | alone | {"edges": edges})
+    print(common.report(alone, digits=3))
+    common.keep(options.json, report | alone | {"edges": edges})
 
 
 if __name__ == "__main__":

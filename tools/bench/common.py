@@ -1,13 +1,20 @@
-"""Figures of several repetitions, and how benchmarks print them."""
+"""What benchmarks share: their options, figures of several repetitions, and how these are printed and kept."""
 
 from __future__ import annotations
 
+import argparse
+import signal
+import sys
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
 
+from areal_megatron.process.files import write_json
+
+ROOT = Path(__file__).resolve().parent.parent.parent
 RESAMPLES = 2000
 
 Figure = dict[str, float]
@@ -49,3 +56,41 @@ def cell(figure: Figure, digits: int = 2, width: int = 0) -> str:
 
 def line(name: str, figure: Figure, digits: int = 2) -> str:
     return f"{name:<50}{cell(figure, digits, width=10)}"
+
+
+def report(figures: Mapping[str, Figure], digits: int = 2) -> str:
+    """Returns a line for each figure."""
+    return "\n".join(line(name, figure, digits) for name, figure in figures.items())
+
+
+def positive(text: str) -> int:
+    """Returns the whole number that an option was given. Raises ValueError unless it is positive."""
+    if int(text) <= 0:
+        raise ValueError
+    return int(text)
+
+
+def parser(about: str, repetitions: int = 0, out: str = "") -> argparse.ArgumentParser:
+    """Returns a parser with these options, described by the first line of `about`."""
+    return options_of(argparse.ArgumentParser(description=about.split("\n")[0]), repetitions, out)
+
+
+def options_of(made: argparse.ArgumentParser, repetitions: int = 0, out: str = "") -> argparse.ArgumentParser:
+    """Adds --json; --repetitions, if their usual number is given; and --out, if the name of new folders is."""
+    if repetitions:
+        made.add_argument("--repetitions", type=positive, default=repetitions, help="default: %(default)s")
+    made.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
+    if out:
+        made.add_argument("--out", type=Path, help=f"new folder; default: runs/{out}-N")
+    return made
+
+
+def keep(path: Path | None, figures: object) -> None:
+    """Writes the figures into the file of --json, if it was given."""
+    if path:
+        write_json(path, figures)
+
+
+def end_when_told() -> None:
+    """Makes SIGTERM end this program as Ctrl-C does, with the runs that it has started."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))

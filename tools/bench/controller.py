@@ -41,8 +41,9 @@ from areal_megatron.observe.metrics import read_status
 from areal_megatron.process.files import new_folder, write_json
 from areal_megatron.protocol import ControllerClient, Delivered, Hello, NextBatch, NotYet, Publish, Trained
 from areal_megatron.run.folder import Run
+from tools.bench import common
+from tools.bench.common import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 GROUP = 16
 SLEEP_S = 0.01
 
@@ -229,15 +230,13 @@ def figures(report: bytes, seconds: float) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = common.parser(__doc__, out="bench-controller")
     parser.add_argument("--in-flight", type=int, default=30000, help="trajectories that the engines hold at once")
     parser.add_argument("--rate", type=float, default=2000, help="trajectories a second that are aimed at")
     parser.add_argument("--tokens", type=int, default=500, help="tokens of an answer")
     parser.add_argument("--engines", type=int, default=32)
     parser.add_argument("--batch", type=int, default=4096, help="trajectories of a batch")
     parser.add_argument("--seconds", type=float, default=60, help="how long to measure, once in a steady state")
-    parser.add_argument("--json", type=Path, help="write the figures here")
-    parser.add_argument("--out", type=Path, help="new folder of the run; default: runs/bench-controller-N")
     parser.add_argument("--controller", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.controller:
@@ -252,8 +251,7 @@ def main() -> None:
     }
     for name, value in measured.items():
         print(f"{name:<20}{value:>12,.2f}  {aims.get(name, '')}")
-    if options.json:
-        write_json(options.json, measured)
+    common.keep(options.json, measured)
 
 
 if __name__ == "__main__":

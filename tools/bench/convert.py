@@ -10,7 +10,6 @@ as to-hf does with --no-sync; `cp` followed by `sync` waits for the disk, as to-
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import os
@@ -22,15 +21,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from areal_megatron.process.files import new_folder, write_json
-from tools.bench.common import line, spreads
+from areal_megatron.process.files import new_folder
+from tools.bench import common
+from tools.bench.common import ROOT, spreads
 
 if TYPE_CHECKING:
     import numpy as np
 
     from areal_megatron.reshard.boxes import Box, Shape
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 TP, FILES = 2, 4
 BUFFER = 16 * 2**20
 RANDOM_ELEMENTS = 2**20
@@ -177,11 +176,8 @@ def in_own_process(work: Callable[..., None], *arguments: object) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = common.parser(__doc__, repetitions=3, out="bench-convert")
     parser.add_argument("--parameters", type=float, default=2e9, help="default: 2e9")
-    parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="write the same figures here")
-    parser.add_argument("--out", type=Path, help="new folder, removed at the end; default: runs/bench-convert-N")
     options = parser.parse_args()
     out = new_folder("bench-convert", options.out)
     try:
@@ -191,10 +187,8 @@ def main() -> None:
     finally:
         shutil.rmtree(out)
     print(f"{size / 1e9:.2f} GB; median (lowest – highest) of {options.repetitions} repetitions")
-    for key, figure in report.items():
-        print(line(key, figure))
-    if options.json:
-        write_json(options.json, {"checkpoint_gb": size / 1e9} | report)
+    print(common.report(report))
+    common.keep(options.json, {"checkpoint_gb": size / 1e9} | report)
 
 
 if __name__ == "__main__":

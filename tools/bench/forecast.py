@@ -4,13 +4,21 @@
     python -m tools.bench.forecast programs [--json FILE]
     python -m tools.bench.forecast speed
     python -m tools.bench.forecast failures [--json FILE]
+    python -m tools.bench.forecast scale [--gpus 8,32,…] [--models 1.5B,7B,…] [--processes N] [--json FILE] [--svg FILE]
+    python -m tools.bench.forecast here [--runs PATTERN …] [--repetitions 1] [--json FILE] [--out FOLDER]
 
 `paper`: Table 1 (hours of four models, synchronous and asynchronous), throughput over η (1.5B on 16 nodes, and Table 7
 on one), interruption on four nodes, and the trainers' TFLOP/s, all with one set of efficiencies and one distribution of
 lengths. As in the paper, η says when an answer may begin, and not also when it is trained at the latest; throughput on
 16 nodes is also that of this project's rule. `programs`: Table 1's hours of 14B and 32B, which learned to write
 programs, if their answers were longer. `speed`: 512 GPUs, 60 updates of 8,192 answers. `failures`: what 1,024 GPUs get
-done although nodes fail, by checkpoint.every, and what Young and Daly's formula says is best.
+done although nodes fail, by checkpoint.every, and what Young and Daly's formula says is best. `here`: runs of this
+machine (forecast_here.py).
+
+`scale`: the fastest sizes on 8 to 4,096 GPUs, and what each asks of what a run has one of. For each model and number of
+H100 they are searched as `areal plan --best` does it, with η up to 4. A batch has 16 answers a GPU, and 512 at least.
+Beside the speed of the best sizes stand what the controller has to do (answers a second, and at a time), what trainers
+have to send, and what a file system has to write.
 
 The paper does not give lengths. Their mean is what its throughput at η = 8 makes of its hours (1.5B): 371,700 tokens/s
 × 14.8 h over 250 updates of 8,192 answers. Their spread is assumed. The synchronous runs have all GPUs generate, then
@@ -20,27 +28,40 @@ train, without any cost for the change, and with all of a GPU's memory for eithe
 from __future__ import annotations
 
 import argparse
+import io
 import math
 import resource
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
 from itertools import repeat
 from pathlib import Path
 from statistics import NormalDist, fmean
 from typing import NamedTuple
 
+import matplotlib
 import numpy as np
 
-from areal_megatron.config import Config, config_file
+matplotlib.use("svg")
+from matplotlib import pyplot as plt
+
+from areal_megatron.config import CheckpointConfig, Config, ConfigError, config_file
 from areal_megatron.controller.schedule import Group, Schedule
+from areal_megatron.model_check import trained_config
 from areal_megatron.planning.forecast.accelerators import accelerator
 from areal_megatron.planning.forecast.checkpoint_interval import checkpoint_interval, updates_between
+from areal_megatron.planning.forecast.layouts import Cluster
 from areal_megatron.planning.forecast.lengths import LognormalLengths
+from areal_megatron.planning.forecast.search import Search, SearchBounds
 from areal_megatron.planning.forecast.simulator import Circumstances, SimulatedRun, Simulator, Times
 from areal_megatron.planning.forecast.times import times_of
-from areal_megatron.process.files import write_json
+from areal_megatron.planning.memory.trainer import checkpoint_bytes
+from areal_megatron.planning.sizes import Sizes
+from areal_megatron.process.files import write_atomically, write_json
+from tools.bench import common, forecast_here
 
 MEAN, SIGMA = 371_700 * 14.8 * 3600 / (250 * 8192), 0.9
 LONGEST = 27648
@@ -82,6 +103,19 @@ TRAINER_NODES = 64
 """Nodes of the trainers of configs/deepseek_v3.yaml."""
 NODE_7 = ["trainer.dp=1", "rollout.engines=6", "rollout.max_new_tokens=7168", "batch_size=1024"]
 NODES_4 = {"1.5B": ["trainer.dp=4", "rollout.engines=24"], "7B": ["trainer.dp=4", "rollout.engines=12"]}
+
+GPUS = (8, 32, 128, 512, 1024, 4096)
+NODE = 8
+MODELS = {
+    "1.5B": ("r1_1.5b", "DeepSeek-R1-Distill-Qwen-1.5B"),
+    "7B": ("r1_7b", "DeepSeek-R1-Distill-Qwen-7B"),
+    "32B": ("r1_32b", "DeepSeek-R1-Distill-Qwen-32B"),
+    "235B": ("qwen3_235b", "Qwen3-235B-A22B-Thinking-2507"),
+    "671B": ("deepseek_v3", "DeepSeek-V3"),
+}
+"""Name → a config and a folder of configs/models."""
+COLORS = ("#2563eb", "#0d9488", "#d97706", "#db2777", "#7c3aed")
+ETA, ANSWERS_PER_GPU, FEWEST_ANSWERS = 4, 16, 512
 
 
 class PaperSchedule(Schedule):
@@ -201,14 +235,17 @@ def programs() -> dict[str, object]:
     return found
 
 
-def speed() -> None:
+def speed() -> dict[str, float]:
     begun, used = time.monotonic(), time.process_time()
     run = simulated(load("1.5B", "updates=60", "trainer.dp=64", "rollout.engines=384"), 60, rules=Schedule)
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    print(
-        f"{run.gpus} GPUs, {len(run.updates)} updates of 8,192 answers: {time.monotonic() - begun:.1f} s, of which "
-        f"{time.process_time() - used:.1f} of a processor; peak memory {memory:.2f} GiB"
-    )
+    found = {
+        "seconds": time.monotonic() - begun,
+        "processor_s": time.process_time() - used,
+        "peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+    }
+    said = "{seconds:.1f} s, of which {processor_s:.1f} of a processor; peak memory {peak_gib:.2f} GiB"
+    print(f"{run.gpus} GPUs, {len(run.updates)} updates of 8,192 answers: {said.format(**found)}")
+    return found
 
 
 def failures() -> dict[str, object]:
@@ -247,18 +284,162 @@ def long_run(every: int, mtbf_s: float, seed: int) -> tuple[SimulatedRun, Times]
     return Simulator(config, times, lengths, Circumstances(node_mtbf_s=mtbf_s, seed=seed)).run(), times
 
 
+@dataclass(frozen=True)
+class Best:
+    """The best sizes that were found for a model on so many GPUs."""
+
+    model: str
+    gpus: int
+    batch: int
+    trainer: str
+    engines: int
+    engine_tp: int
+    tokens_per_s: float
+    update_s: float
+    binds: str
+    answers_per_s: float
+    """Which the controller takes, has scored and gives to trainers."""
+    in_flight: int
+    """Answers at a time, at most."""
+    transfer_s: float
+    """From an optimizer step until all engines have its weights."""
+    checkpoint_gb: float
+    gb_per_s: float
+    """What a file system has to write so that a checkpoint is written before the next one, by default."""
+
+
+def best(model: str, gpus: int) -> Best | str:
+    """Returns the best sizes, or why there are none."""
+    name, folder = MODELS[model]
+    batch = max(FEWEST_ANSWERS, ANSWERS_PER_GPU * gpus)
+    own = [f"model.path=configs/models/{folder}", f"batch_size={batch}", f"rollout.max_new_tokens={LONGEST}"]
+    config = config_file.load(f"configs/{name}.yaml", [*own, "updates=1000", f"rollout.max_staleness={ETA}"])
+    gpu = accelerator("h100")
+    cluster = Cluster(gpus // NODE, NODE, gpu.gib)
+    nodes = Sizes(gpus // NODE, NODE, cluster.gib).place(config)
+    lengths = LognormalLengths(MEDIAN, SIGMA, LONGEST)
+    begun = time.monotonic()
+    try:
+        found = Search(config, nodes, cluster, gpu, lengths, SearchBounds(ETA)).best(1).proposals[0]
+    except ConfigError as e:
+        return str(e)
+    finally:
+        print(f"{model} on {gpus:,} GPUs: {time.monotonic() - begun:.0f} s", file=sys.stderr, flush=True)
+    t, r, saved = found.config.trainer, found.config.rollout, checkpoint_bytes(config, trained_config(config))
+    layout = " ".join(f"{key}{getattr(t, key)}" for key in ("tp", "cp", "pp", "ep", "dp") if getattr(t, key) > 1)
+    return Best(
+        model=model,
+        gpus=gpus,
+        batch=batch,
+        trainer=f"{found.config.trainer_ranks}: {layout or 'one rank'}",
+        engines=r.engines,
+        engine_tp=r.tp,
+        tokens_per_s=found.run.tokens_per_s,
+        update_s=found.update_s,
+        binds=found.binds,
+        answers_per_s=batch / found.update_s,
+        in_flight=min(r.engines * r.max_running, (r.max_staleness + 1) * batch),
+        transfer_s=found.candidate.times.weights.transfer,
+        checkpoint_gb=saved / 1e9,
+        gb_per_s=saved / 1e9 / (CheckpointConfig().every * found.update_s),
+    )
+
+
+def table(rows: Sequence[Best]) -> str:
+    """Returns a table in Markdown."""
+    smallest: dict[str, Best] = {}
+    lines = [
+        "| model | GPUs | trainers | engines | thousand tokens/s | per GPU | an update, s | binds | answers/s "
+        "| at a time | weights, s | checkpoint, GB/s |",
+        "|" + "---|" * 12,
+    ]
+    for row in rows:
+        first = smallest.setdefault(row.model, row)
+        per_gpu = row.tokens_per_s / row.gpus / (first.tokens_per_s / first.gpus)
+        lines.append(
+            f"| {row.model} | {row.gpus:,} | {row.trainer} | {row.engines} × {row.engine_tp} "
+            f"| {row.tokens_per_s / 1e3:,.1f} | {per_gpu:.2f} | {row.update_s:,.0f} | {row.binds} "
+            f"| {row.answers_per_s:,.1f} | {row.in_flight:,} | {row.transfer_s:.2f} | {row.gb_per_s:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def plot(rows: Sequence[Best]) -> str:
+    """Returns an SVG: on the left tokens/s over GPUs, with lines of equal speed per GPU; on the right what the
+    controller does."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10.4, 4.4), layout="constrained")
+    for color, model in zip(COLORS, dict.fromkeys(row.model for row in rows), strict=False):
+        own = [row for row in rows if row.model == model]
+        gpus = [row.gpus for row in own]
+        left.plot(gpus, [row.tokens_per_s for row in own], color=color, marker="o", markersize=4, label=model)
+        left.plot(
+            gpus, [own[0].tokens_per_s * n / own[0].gpus for n in gpus], color=color, linewidth=0.8, linestyle=":"
+        )
+        right.plot(gpus, [row.in_flight for row in own], color=color, marker="o", markersize=4)
+        right.plot(gpus, [row.answers_per_s for row in own], color=color, marker="s", markersize=4, linestyle="--")
+    titles = ("Trained tokens/s (dotted: as fast per GPU)", "Answers at a time (—), and a second (- -)")
+    for axes, title in zip((left, right), titles, strict=True):
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xticks(GPUS, [f"{n:,}" for n in GPUS], fontsize=8)
+        axes.set_xlabel("H100")
+        axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", color="#e2e8f0", linewidth=0.8)
+    left.legend(frameon=False, fontsize=8)
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None})
+    plt.close(figure)
+    return buffer.getvalue()
+
+
+def scale(options: argparse.Namespace) -> None:
+    asked = [(model, int(gpus)) for model in options.models.split(",") for gpus in options.gpus.split(",")]
+    found: list[Best | str] = []
+    rows: list[Best] = []
+    with ProcessPoolExecutor(options.processes) as pool:
+        for each in pool.map(best, *zip(*asked, strict=True)):
+            found.append(each)
+            rows += [each] if isinstance(each, Best) else []
+            if options.json:  # each time: a search on thousands of GPUs takes minutes
+                write_json(options.json, [asdict(row) for row in rows])
+    print(table(rows))
+    for (model, gpus), each in zip(asked, found, strict=True):
+        if isinstance(each, str):
+            print(f"{model} on {gpus:,} GPUs: {each}")
+    if options.svg:
+        write_atomically(options.svg, plot(rows))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("what", choices=("paper", "programs", "speed", "failures"))
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    commands = parser.add_subparsers(dest="what", required=True)
+    for command, about in (
+        ("paper", "the paper's tables"),
+        ("programs", "Table 1's models that write programs, by lengths"),
+        ("failures", "what is done although nodes fail"),
+        ("speed", "how long a simulation takes"),
+    ):
+        common.options_of(commands.add_parser(command, help=about))
+    sizes = common.options_of(commands.add_parser("scale", help="the fastest sizes on 8 to 4,096 GPUs"))
+    sizes.add_argument("--gpus", default=",".join(map(str, GPUS)), help="numbers of GPUs, multiples of 8")
+    sizes.add_argument("--models", default=",".join(MODELS), help=f"some of {', '.join(MODELS)}")
+    sizes.add_argument("--processes", type=int, default=1)
+    sizes.add_argument("--svg", type=Path, help="draw the figures here")
+    here = commands.add_parser("here", help="runs of this machine")
+    common.options_of(here, repetitions=1, out="bench-forecast")
+    here.add_argument("--runs", nargs="+", default=["*"], metavar="PATTERN", help="some of the runs, as 'eta*' '?+?'")
     options = parser.parse_args()
-    if options.what == "speed":
-        speed()
+    if options.what == "scale":
+        scale(options)
+    elif options.what == "here":
+        forecast_here.compare(options)
     else:
-        found = {"paper": paper, "programs": programs, "failures": failures}[options.what]()
-        if options.json:
-            write_json(options.json, found)
+        common.keep(
+            options.json, {"paper": paper, "programs": programs, "failures": failures, "speed": speed}[options.what]()
+        )
 
 
 if __name__ == "__main__":
+    common.end_when_told()
     main()

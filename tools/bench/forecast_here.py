@@ -1,16 +1,14 @@
 """Runs on this machine beside what the simulator foretells of them, calibrated on other runs.
 
-    python -m tools.bench.forecast_here [--runs PATTERN …] [--repetitions 1] [--json FILE] [--out FOLDER]
-
-Calibrated are the efficiencies (planning/forecast/calibration.py) on four runs that differ in what is to be told apart:
-`crowded` and `alone` have answers of 8 to 72 tokens, as many of each length, one at η = 3, the other at η = 0, where
-engine and trainer take turns; `spread` has answers of 4 to 229 tokens at η = 3, few of them long, and smaller
-micro-batches; `brief` has answers of 4 to 16 tokens at η = 0. They have room for 128, 48, 16 and 64 at once, by which a
-step of an engine is told from its answers' part in it. Foretold and measured are the runs of
-tools/bench/asynchrony.py at η = 0, 1, 2, 4, 8 and `colocated`, and two other distributions of lengths at η = 4: `short`
-(12 to 24 tokens) and `two_kinds` (half 8, half 96). `E+T` has E engines and T trainer ranks, which share the cores, at
-η = 4: the last line says how fast the split is that is foretold to be the fastest, beside the fastest. What is compared
-is trained tokens/s between the same updates.
+A part of tools/bench/forecast.py. Calibrated are the efficiencies (planning/forecast/calibration.py) on four runs
+that differ in what is to be told apart: `crowded` and `alone` have answers of 8 to 72 tokens, as many of each length,
+one at η = 3, the other at η = 0, where engine and trainer take turns; `spread` has answers of 4 to 229 tokens at η =
+3, few of them long, and smaller micro-batches; `brief` has answers of 4 to 16 tokens at η = 0. They have room for
+128, 48, 16 and 64 at once, by which a step of an engine is told from its answers' part in it. Foretold and measured
+are the runs of tools/bench/asynchrony.py at η = 0, 1, 2, 4, 8 and `colocated`, and two other distributions of lengths
+at η = 4: `short` (12 to 24 tokens) and `two_kinds` (half 8, half 96). `E+T` has E engines and T trainer ranks, which
+share the cores, at η = 4: the last line says how fast the split is that is foretold to be the fastest, beside the
+fastest. What is compared is trained tokens/s between the same updates.
 
 Each repetition calibrates anew before its runs, so that a machine that becomes slower for an hour does not count as an
 error of the simulator. Printed are the median over the repetitions and the range.
@@ -22,8 +20,6 @@ import argparse
 import json
 import os
 import random
-import signal
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatch
@@ -42,6 +38,7 @@ from areal_megatron.planning.forecast.simulator import Circumstances, Simulator
 from areal_megatron.planning.forecast.times import times_of
 from areal_megatron.process.files import new_folder, write_json
 from areal_megatron.run.folder import Run
+from tools.bench import common
 from tools.bench.asynchrony import (
     COOL_DOWN,
     VARIANTS,
@@ -52,6 +49,7 @@ from tools.bench.asynchrony import (
     run_to_its_end,
     short_workload,
 )
+from tools.make_arithmetic import save_model
 
 UPDATES = 30
 CALIBRATING = {
@@ -151,15 +149,7 @@ class Compared:
         return line + (f" ({errors[0]:+.0%} to {errors[-1]:+.0%})" if len(errors) > 1 else "")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--repetitions", type=int, default=1)
-    parser.add_argument("--runs", nargs="+", default=["*"], metavar="PATTERN", help="some of the runs, as 'eta*' '?+?'")
-    parser.add_argument("--json", type=Path, help="write the same figures here")
-    parser.add_argument("--out", type=Path, help="new folder for the runs; default: runs/bench-forecast-N")
-    options = parser.parse_args()
-    from tools.make_arithmetic import save_model
-
+def compare(options: argparse.Namespace) -> None:
     out = new_folder("bench-forecast", options.out)
     save_model(out / "model", seed=1)
     texts = workloads()
@@ -177,16 +167,10 @@ def main() -> None:
             config = config_file.load(Run(folder).config)
             report[name].foretold.append(foretold(config, gpu, InOrder(texts[workload])))
             print(report[name].line(name), flush=True)
-        if options.json:
-            write_json(options.json, {name: asdict(row) for name, row in report.items()})
+        common.keep(options.json, {name: asdict(row) for name, row in report.items()})
     print("", *(row.line(name) for name, row in report.items()), sep="\n")
     splits = {name: report[name] for name in (f"{engines}+{ranks}" for engines, ranks in SPLITS) if name in report}
     if splits:
         chosen = max(splits, key=lambda name: median(splits[name].foretold))
         reached = median(splits[chosen].measured) / max(median(row.measured) for row in splits.values())
         print(f"foretold to be the fastest split: {chosen}, {reached:.0%} as fast as the fastest")
-
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends its runs too
-    main()

@@ -10,16 +10,14 @@ characters takes 50 ms or longer.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
-from areal_megatron.process.files import write_json
 from areal_megatron.reward import choice, code, expression, math
 from areal_megatron.reward.no_score import AnswerRefused
+from tools.bench import common
 from tools.bench.common import Figure, spread
 
 MOST_MS = 50.0
@@ -87,10 +85,8 @@ def measure(characters: int, repetitions: int) -> dict[str, dict[str, dict[str, 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = common.parser(__doc__, repetitions=5)
     parser.add_argument("--characters", type=int, default=TARGET_CHARACTERS)
-    parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
     options = parser.parse_args()
     found = measure(options.characters, options.repetitions)
     print(f"{'':<8}{'':<18}{'ms':>8}{'lowest':>8}{'highest':>9}{'half':>8}{'ratio':>7}")
@@ -99,8 +95,7 @@ def main() -> int:
             whole, half = figures["ms"], figures["half_ms"]["median"]
             times = f"{whole['median']:>8.2f}{whole['min']:>8.2f}{whole['max']:>9.2f}{half:>8.2f}"
             print(f"{grader:<8}{name:<18}{times}{figures['ratio']:>7.1f}")
-    if options.json:
-        write_json(options.json, found)
+    common.keep(options.json, found)
     most = MOST_MS * options.characters / TARGET_CHARACTERS
     slow = [f"{g}: {name}" for g, texts in found.items() for name, own in texts.items() if own["ms"]["median"] >= most]
     if slow:

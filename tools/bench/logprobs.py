@@ -15,7 +15,6 @@ other.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from pathlib import Path
 
@@ -25,6 +24,7 @@ import torch.nn.functional as F
 
 import areal_megatron.trainer  # noqa: F401  (adapts megatron-core to this machine before anything imports it)
 from areal_megatron.trainer.logprobs import Vocabulary, tile_of, token_logprobs
+from tools.bench import common
 from tools.bench.common import cell, spread, spreads
 
 MIB = 2**20
@@ -122,7 +122,7 @@ def peak(device: torch.device, reset: bool = False) -> int:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = common.parser(__doc__, repetitions=3)
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--vocabulary", type=int, default=151936)
     parser.add_argument("--hidden", type=int, default=64)
@@ -130,8 +130,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--entropy", choices=("none", "value", "gradient"), default="value")
     parser.add_argument("--tile", type=int, help="logits of a tile; by default what the trainer takes on this device")
     parser.add_argument("--full-tokens", type=int, default=2048)
-    parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -161,8 +159,7 @@ def main(arguments: list[str] | None = None) -> None:
         for key, digits, width in (("seconds", 1, 26), ("seconds_over_tiles", 2, 22), ("peak_mib", 0, 28)):
             line += cell(report[name][key], digits).rjust(width)
         print(line + f"  (of {options.full_tokens} tokens, scaled up)" * (name == "full"))
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    common.keep(options.json, report)
 
 
 if __name__ == "__main__":

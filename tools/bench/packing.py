@@ -5,8 +5,8 @@
 
 FILE has one length in tokens a line, or is a JSON list of them; --json then also writes the assignment: indices of
 lengths by replica, mini-batch and micro-batch. Without --lengths, three distributions are generated, with `--seeds`
-draws of each. areal_megatron/packing/partition.py is compared with Algorithm 1 of the paper
-(tools/bench/packing_paper.py). The config.json in DIR decides what a sequence costs.
+draws of each. areal_megatron/packing/partition.py is compared with Algorithm 1 of the paper (arXiv 2505.24298). The
+config.json in DIR decides what a sequence costs.
 
 Columns, summed over mini-batches: micro-batches of all replicas; the bound L2 of Martello and Toth on their number,
 rounded up to equally many on every replica; the sum of lengths divided by the cap; micro-batches that exceed the cap (a
@@ -26,10 +26,11 @@ filler included, over all rows; CPU time of one rank.
 from __future__ import annotations
 
 import argparse
+import heapq
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,15 +43,14 @@ from areal_megatron.models.architecture import read_config
 from areal_megatron.models.flops import SequenceFlops
 from areal_megatron.packing.bins import lower_bound
 from areal_megatron.packing.partition import aligned, partition, split
-from areal_megatron.process.files import write_json
-from tools.bench import packing_paper
-from tools.bench.common import cell, spread
-from tools.bench.packing_rows import measure_rows, row_table
+from areal_megatron.packing.row import Division, TokenRow, View, divide
+from tools.bench import common
+from tools.bench.common import ROOT, cell, positive, spread
 
 Plan = list[list[list[list[int]]]]
 """Indices by [replica][mini-batch][micro-batch]."""
 
-MODEL = Path(__file__).resolve().parent.parent.parent / "configs" / "models" / "Qwen2.5-32B"
+MODEL = ROOT / "configs" / "models" / "Qwen2.5-32B"
 FLOPS = SequenceFlops.of(read_config(MODEL))
 MEAN, SIGMA, LONGEST = 8192, 0.8, 32768
 """Generated lengths: the mean of the lognormal ones, the standard deviation of their logarithm, and the longest."""
@@ -160,7 +160,64 @@ def packed_rows(lengths: np.ndarray, task: Task) -> list[np.ndarray]:
 
 
 def paper(lengths: np.ndarray, task: Task) -> Plan:
-    return packing_paper.partition(lengths, task.dp, task.minibatches, task.cap, task.seed)
+    return algorithm_1(lengths, task.dp, task.minibatches, task.cap, task.seed)
+
+
+def algorithm_1(
+    lengths: Sequence[int], replicas: int, minibatches: int, cap: int, seed: int
+) -> list[list[list[list[int]]]]:
+    """Returns indices of sequences by [replica][mini-batch][micro-batch]: balanced by tokens, then Algorithm 1.
+
+    Gives the guarantees of `areal_megatron.packing.partition.partition`. Every replica has as many micro-batches as
+    the one that needs most.
+    """
+    sizes = np.asarray(lengths)
+    order = np.random.default_rng(seed).permutation(len(sizes))
+    plan: list[list[list[list[int]]]] = [[] for _ in range(replicas)]
+    for chosen in np.array_split(order, minibatches):
+        if len(chosen) < replicas:
+            raise ValueError(f"a mini-batch of {len(chosen)} sequences cannot be split over {replicas} replicas")
+        shares = [chosen[share] for share in balance(sizes[chosen], replicas)]
+        least = max(len(allocate(sizes[share], cap)) for share in shares)
+        packed = [allocate(sizes[share], cap, least) for share in shares]
+        count = max(map(len, packed))
+        for replica, (share, bins) in enumerate(zip(shares, packed, strict=True)):
+            microbatches = [share[members].tolist() for members in bins]
+            plan[replica].append(microbatches + [[] for _ in range(count - len(bins))])
+    return plan
+
+
+def balance(sizes: np.ndarray, parts: int) -> list[list[int]]:
+    """Returns indices in `parts` groups of about the same sum: the longest first, each to the lightest group."""
+    groups: list[list[int]] = [[] for _ in range(parts)]
+    loads = [(0, part) for part in range(parts)]
+    for index in np.argsort(-sizes, kind="stable").tolist():
+        load, part = heapq.heappop(loads)
+        groups[part].append(index)
+        heapq.heappush(loads, (load + int(sizes[index]), part))
+    return groups
+
+
+def allocate(sizes: np.ndarray, cap: int, least: int = 1) -> list[list[int]]:
+    """Returns indices in micro-batches of at most `cap` tokens, at least `least` of them if there are enough.
+
+    Longest first; a new micro-batch is opened while there are fewer than `least` or none has room, otherwise
+    the sequence joins the one with the fewest sequences among those with room.
+    """
+    bins: list[list[int]] = []
+    room, count = np.empty(len(sizes), dtype=np.int64), np.empty(len(sizes), dtype=np.int64)
+    for index in np.argsort(-sizes, kind="stable").tolist():
+        opened, size = len(bins), int(sizes[index])
+        open_to = np.flatnonzero(room[:opened] >= size)
+        if opened < least or not len(open_to):
+            bins.append([index])
+            room[opened], count[opened] = cap - size, 1
+        else:
+            best = int(open_to[np.argmin(count[open_to])])
+            bins[best].append(index)
+            room[best] -= size
+            count[best] += 1
+    return bins
 
 
 ALGORITHMS = {"packing.py": ours, "Algorithm 1": paper}
@@ -193,11 +250,11 @@ def judge(plan: Plan, lengths: np.ndarray, task: Task) -> dict[str, float]:
 def measure(name: str, lengths: np.ndarray, task: Task, repetitions: int) -> list[dict[str, Any]]:
     """Returns a row for each algorithm."""
     rows = []
-    for algorithm, divide in ALGORITHMS.items():
+    for algorithm, pack in ALGORITHMS.items():
         times = []
         for _ in range(repetitions):
             start = time.process_time()
-            plan = divide(lengths, task)
+            plan = pack(lengths, task)
             times.append(1e3 * (time.process_time() - start))
         row = {"lengths": name, "algorithm": algorithm} | judge(plan, lengths, task) | {"ms": spread(times)}
         rows.append(row | {"assignment": plan})
@@ -254,6 +311,40 @@ def bundle_flops(bundle: Sequence[Trajectory], flops: SequenceFlops) -> float:
     """Returns the FLOPs of answers whose prompt is computed once."""
     prefix, answers = len(bundle[0].prompt) - 1, np.array([1 + len(t.response) for t in bundle])
     return float(flops(prefix, 0) + flops(answers, [int(t.loss_mask.sum()) for t in bundle], prefix).sum())
+
+
+def measure_rows(rows: Iterable[Sequence[int]], ranks: int, flops: SequenceFlops) -> dict[str, Any]:
+    """Returns the columns of a line for rows, each given by the lengths of its sequences."""
+    attention, total, cut, ms = [0.0], [0.0], 0, []
+    for lengths in rows:
+        row = TokenRow.of([int(length) for length in lengths])
+        start = time.process_time()
+        division = divide(row, ranks, 1, flops)
+        View(row, division, 0)
+        ms.append((time.process_time() - start) * 1e3)
+        pairs, whole = rank_flops(row, division, flops)
+        cut += division.cut
+        total.append(whole.max() / ((pairs.sum() + flops.token * sum(row.lengths)) / ranks) - 1)
+        if division.cut:
+            attention.append((pairs.max() - pairs.min()) / pairs.mean())
+    return {"rows": len(ms), "cut": cut, "attention": max(attention), "FLOPs": max(total), "ms": spread(ms)}
+
+
+def rank_flops(row: TokenRow, division: Division, flops: SequenceFlops) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the FLOPs of each rank's attention, and with its whole row, filler included: float64 [ranks] each."""
+    pairs = np.array([flops.pair * sum(row.pairs(run) for run in runs) for runs in division.runs])
+    return pairs, pairs + flops.token * division.length
+
+
+def row_table(lines: list[dict[str, Any]]) -> str:
+    title = "rows over context-parallel ranks"
+    found = [f"{title:<36}{'cp':>4}{'rows':>7}{'cut':>7}{'attention':>11}{'FLOPs':>9}   ms a row"]
+    for line in lines:
+        found.append(
+            f"{line['lengths']:<36}{line['cp']:>4}{line['rows']:>7}{line['cut']:>7}{line['attention']:>11.2%}"
+            f"{line['FLOPs']:>9.2%}   {cell(line['ms'], 2, width=5)}"
+        )
+    return "\n".join(found)
 
 
 def group_table(rows: list[dict[str, Any]]) -> str:
@@ -323,21 +414,14 @@ def read_lengths(path: Path, task: Task) -> np.ndarray:
 
 
 def parse() -> argparse.Namespace:
-    def positive(text: str) -> int:
-        if int(text) <= 0:
-            raise ValueError
-        return int(text)
-
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = common.parser(__doc__, repetitions=5)
     parser.add_argument("--lengths", type=Path, help="one length a line, or a JSON list")
     parser.add_argument("--dp", type=positive, default=Task.dp, help="data-parallel replicas")
     parser.add_argument("--cap", type=positive, default=Task.cap, help="tokens of a micro-batch")
     parser.add_argument("--minibatches", type=positive, default=Task.minibatches, help="optimizer steps of the batch")
     parser.add_argument("--model", type=Path, default=MODEL, help="folder with the config.json that decides the cost")
     parser.add_argument("--seeds", type=positive, default=3, help="draws of each generated distribution")
-    parser.add_argument("--repetitions", type=positive, default=5, help="of the timing")
     parser.add_argument("--cp", default="", help="context-parallel ranks that divide each row, such as 2,4,8")
-    parser.add_argument("--json", type=Path, help="write the rows here, and the assignment of --lengths")
     return parser.parse_args()
 
 
@@ -375,10 +459,9 @@ def main() -> None:
     ]
     if divided:
         print("\n" + row_table(divided))
-    if options.json:
-        kept = [{key: value for key, value in row.items() if options.lengths or key != "assignment"} for row in rows]
-        settings = {"dp": task.dp, "cap": task.cap, "minibatches": task.minibatches, "model": options.model.name}
-        write_json(options.json, settings | {"rows": kept, "groups": grouped, "divided": divided})
+    kept = [{key: value for key, value in row.items() if options.lengths or key != "assignment"} for row in rows]
+    settings = {"dp": task.dp, "cap": task.cap, "minibatches": task.minibatches, "model": options.model.name}
+    common.keep(options.json, settings | {"rows": kept, "groups": grouped, "divided": divided})
 
 
 if __name__ == "__main__":

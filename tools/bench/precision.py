@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from areal_megatron.config import (
     Config,
@@ -36,7 +37,7 @@ from areal_megatron.config import (
 )
 from areal_megatron.data.prompts import Prompt, read_prompts
 from areal_megatron.data.tokenizer import Tokenizer
-from areal_megatron.data.trajectory import Trajectory, store
+from areal_megatron.data.trajectory import BatchPart, Trajectory, decoder, store
 from areal_megatron.engine.client import EngineError
 from areal_megatron.launch.engines import slots
 from areal_megatron.launch.evaluate import serving, watch
@@ -47,15 +48,17 @@ from areal_megatron.launch.supervision.processes import Child
 from areal_megatron.model_check import check_model
 from areal_megatron.packing.partition import split
 from areal_megatron.planning.pools import Process, Slot
-from areal_megatron.process.files import new_folder, write_json
+from areal_megatron.process.files import new_folder
 from areal_megatron.run.folder import Run, RunError, engine_name
 from areal_megatron.workflows import single_turn
 from areal_megatron.workflows.sampling import Sampling, sampling_seed
+from tools.bench import common
 
 VARIANTS = [(dtype, head) for dtype in ("bfloat16", "float16") for head in ("model", "float32")]
 VARIANTS += [("float32", "float32")]
 """(model.dtype, model.head_dtype)"""
-COMPUTING = Path(__file__).with_name("precision_logprobs.py")
+COMPUTE = "--compute"
+"""Begins the command of a process that computes log-probabilities."""
 BATCH = "batch.msgpack"
 """The file in a run folder with the answers, as a replica's part of a batch."""
 PAIRS = [("engine", "trainer"), ("trainer", "transformers"), ("engine", "transformers")]
@@ -173,10 +176,44 @@ class Variant:
         process = Process(by, "trainer", 0, places[0].node, places)
         with Here() as host:
             order = start_order(self.config, self.run, process, host.supervisor(process))
-            order.command = [sys.executable, str(COMPUTING), by, str(self.run.folder)]
+            order.command = [sys.executable, __file__, COMPUTE, by, str(self.run.folder)]
             host.start(order)
             asyncio.run(asyncio.wait_for(watch(host.by_name[by], code=0), _COMPUTE_S))
         return np.load(self.run.folder / f"{by}.npy")
+
+
+def of_trainer(config: Config, run: Run, part: BatchPart) -> torch.Tensor:
+    from areal_megatron.trainer.trainer import Trainer
+
+    with Trainer(config, run, rank=0) as trainer:
+        return trainer.ppo.logprobs(part)
+
+
+@torch.no_grad()
+def of_transformers(config: Config, _: Run, part: BatchPart) -> torch.Tensor:
+    """The weights are those of model.dtype, and everything is computed in float32."""
+    from transformers import AutoModelForCausalLM
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = getattr(torch, config.model.dtype)
+    model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=dtype, local_files_only=True)
+    model = model.float().to(device).eval()
+    found = []
+    for index in (i for microbatch in part.members[0] for i in microbatch):
+        trajectory = part.trajectories[index]
+        row = torch.from_numpy(np.concatenate((trajectory.prompt, trajectory.response))).long().to(device)
+        logits = model(row[None], logits_to_keep=len(trajectory.response) + 1).logits[0, :-1]
+        chosen = row[len(trajectory.prompt) :, None]
+        found.append(torch.log_softmax(logits / config.rollout.temperature, -1).gather(1, chosen)[:, 0])
+    return torch.cat(found)
+
+
+def compute(by: str, folder: str) -> None:
+    """Writes the log-probabilities of a run folder's answers, by `trainer` or by `transformers`."""
+    run = Run(folder)
+    part = decoder(BatchPart).decode((run.folder / BATCH).read_bytes())
+    of = {"trainer": of_trainer, "transformers": of_transformers}[by]
+    np.save(run.folder / f"{by}.npy", of(config_file.load(run.config), run, part).cpu().numpy())
 
 
 def difference(ones: np.ndarray, others: np.ndarray) -> dict[str, float]:
@@ -235,7 +272,7 @@ def _say(text: str) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = common.parser(__doc__, out="bench-precision")
     parser.add_argument("model", metavar="MODEL", help="Hugging Face folder")
     parser.add_argument("--data", default="", help="prompts, in a format of docs/data.md; default: sixteen questions")
     parser.add_argument("--prompts", type=int, help="take the first so many; default: all")
@@ -246,8 +283,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--dtypes", nargs="+", choices=dtypes, default=dtypes, help="default: all", metavar="DTYPE")
     parser.add_argument("--tp", type=int, default=1, help="GPUs of the engine; default: 1")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    parser.add_argument("--json", type=Path, help="write the same figures here")
-    parser.add_argument("--out", type=Path, help="new folder; default: runs/bench-precision-N")
     options = parser.parse_args(arguments)
     rows = []
     try:
@@ -263,10 +298,9 @@ def main(arguments: list[str] | None = None) -> int:
         _say(f"error: {e}")
         return 1
     print(table(rows))
-    if options.json:
-        write_json(options.json, rows)
+    common.keep(options.json, rows)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(compute(*sys.argv[2:]) if sys.argv[1:2] == [COMPUTE] else main())

@@ -20,7 +20,6 @@ over a link of so many Mb/s between two network namespaces (tools/bench/reshard_
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
@@ -29,11 +28,12 @@ from pathlib import Path
 
 from areal_megatron.config import Config
 from areal_megatron.models.architecture import read_config
-from areal_megatron.process.files import new_folder, write_json
+from areal_megatron.process.files import new_folder
 from areal_megatron.reshard import engine_layout
 from areal_megatron.reshard.engine_layout import EngineSizes
 from areal_megatron.reshard.session import init_body
 from areal_megatron.run.folder import Run
+from tools.bench import common
 from tools.bench.common import line, spreads
 from tools.bench.reshard_pools import SIZES, SMALL, Engine, Generation, Trainers, pools, prepare
 
@@ -383,10 +383,7 @@ def say(text: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="write the same figures here")
-    parser.add_argument("--out", type=Path, help="new folder for the run; default: runs/bench-reshard-N")
+    parser = common.parser(__doc__, repetitions=5, out="bench-reshard")
     parser.add_argument("--small", action="store_true", help="a small model, to try the tool out")
     parser.add_argument(
         "--core-each", action="store_true", help="one trainer rank and one engine rank, a core for each"
@@ -424,8 +421,7 @@ def main() -> None:
         out = new_folder("bench-reshard", options.out)
         figures = asyncio.run(measure(out, options.repetitions, options.small, options.core_each, options.staging))
         print("\n" + table(figures))
-    if options.json:
-        write_json(options.json, figures)
+    common.keep(options.json, figures)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,16 @@
-"""Answers a second that reward workers score.
+"""Answers a second that reward workers score, and what a program in the sandbox costs.
 
-    python -m tools.bench.rewards [--workers 1] [--tokens 9670] [--answers 400] [--repetitions 3] [--json FILE]
+    python -m tools.bench.rewards workers [--workers 1] [--tokens 9670] [--answers 400] [--repetitions 3] [--json FILE]
+    python -m tools.bench.rewards sandbox [--against main] [--repetitions 20] [--json FILE]
 
-Real workers (areal_megatron/reward/workers.py) get token ids, as from the controller, in groups of 16; they decode them
-and score. The text before the final answer is that of this project's docs, by a tokenizer trained on it. Of `math` half
-the answers are right, and each in another form than the one it is compared with; `code` runs a program with ten tests.
-Printed are answers a second of all workers together, as medians with the lowest and highest repetition.
+`workers`: real workers (areal_megatron/reward/workers.py) get token ids, as from the controller, in groups of 16; they
+decode them and score. The text before the final answer is that of this project's docs, by a tokenizer trained on it. Of
+`math` half the answers are right, and each in another form than the one it is compared with; `code` runs a program with
+ten tests. Printed are answers a second of all workers together, as medians with the lowest and highest repetition.
+
+`sandbox`: this checkout and another commit run the same programs in turns, so that what else the machine does meets
+both alike. Figures are CPU milliseconds of all processes of one sandbox, and their ratio, this checkout over that
+commit.
 """
 
 from __future__ import annotations
@@ -13,9 +18,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
+import subprocess
+import sys
+import tarfile
 import tempfile
 import time
 from collections.abc import Sequence
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
@@ -25,9 +35,10 @@ from areal_megatron.config import RewardConfig
 from areal_megatron.process.files import write_json
 from areal_megatron.reward.worker import Answer
 from areal_megatron.reward.workers import RewardWorkers
-from tools.bench.common import line, spreads
+from tools.bench import common
+from tools.bench.common import ROOT, cell, spreads
 
-DOCS = Path(__file__).resolve().parent.parent.parent / "docs"
+DOCS = ROOT / "docs"
 GROUP, VOCABULARY, END = 16, 8192, "<eos>"
 MATH = {
     "math: numbers": ("1{n}.50", "1{n}.5", "2{n}"),
@@ -40,6 +51,34 @@ TESTS = {
     "inputs": [f"{n}\n" for n in range(10)],
     "outputs": [f"{sum(i * i for i in range(n))}\n" for n in range(10)],
 }
+
+PROGRAMS = {
+    "nothing": "",
+    "imports": "import collections, decimal, heapq, itertools, json, random, re, typing",
+    "input and output": "import sys\nfor line in sys.stdin: print(int(line) ** 2)",
+    "system calls": "import os\nfor _ in range(100_000): os.getppid()",
+    "calls with rules": "import fcntl\nfor _ in range(50_000): fcntl.fcntl(0, fcntl.F_GETFL)",
+    "threads": "import threading as t\nfor _ in range(200): x = t.Thread(target=sum, args=([],)); x.start(); x.join()",
+    "memory": "for _ in range(20): x = bytearray(b'x') * (20 << 20)",
+}
+RUNS = 3
+"""Sandboxes of each program in a repetition."""
+SANDBOXES = """
+import json, resource, sys
+from areal_megatron.reward.sandbox import Limits, run
+programs, runs = json.load(sys.stdin)
+spent_ms = {}
+def spent():
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return 1000 * (used.ru_utime + used.ru_stime)
+for name, program in programs.items():
+    before = spent()
+    for _ in range(runs):
+        outcome = run(program, "12345\\n" * 10_000, Limits(wall_s=60))
+        assert outcome.good, outcome
+    spent_ms[name] = (spent() - before) / runs
+print(json.dumps(spent_ms))
+"""
 
 
 def make_tokenizer(folder: Path) -> ByteLevelBPETokenizer:
@@ -104,24 +143,61 @@ async def measure(count: int, tokens: int, answers: int, repetitions: int, model
     return rates
 
 
+def cost_of_sandboxes(tree: Path) -> dict[str, float]:
+    """Returns program → CPU milliseconds of a sandbox, with the code in a checkout."""
+    done = subprocess.run(
+        [sys.executable, "-c", SANDBOXES],
+        input=json.dumps([PROGRAMS, RUNS]),
+        env=os.environ | {"PYTHONPATH": str(tree)},
+        cwd=tree,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        timeout=300,
+        encoding="utf-8",
+        errors="replace",
+    )
+    return json.loads(done.stdout)
+
+
+def score(options: argparse.Namespace) -> dict[str, object]:
+    with tempfile.TemporaryDirectory() as folder:
+        sizes = options.workers, options.tokens, options.answers, options.repetitions
+        figures = spreads(asyncio.run(measure(*sizes, Path(folder) / "model")))
+    print(common.report({f"{kind}, answers/s": figure for kind, figure in figures.items()}, digits=1))
+    return figures
+
+
+def compare_sandboxes(options: argparse.Namespace) -> dict[str, object]:
+    archive = ["git", "archive", options.against, "areal_megatron"]
+    with tempfile.TemporaryDirectory() as folder:
+        packed = subprocess.run(archive, cwd=ROOT, capture_output=True, check=True, timeout=60).stdout
+        with tarfile.open(fileobj=BytesIO(packed)) as files:
+            files.extractall(folder, filter="data")
+        pairs = [(cost_of_sandboxes(ROOT), cost_of_sandboxes(Path(folder))) for _ in range(options.repetitions)]
+    here, there = (spreads([pair[side] for pair in pairs]) for side in (0, 1))
+    ratios = spreads([{name: ours[name] / theirs[name] for name in PROGRAMS} for ours, theirs in pairs])
+    print(f"{'program':<20}{'here, ms':>26}{options.against + ', ms':>26}{'ratio':>24}")
+    for name in PROGRAMS:
+        print(f"{name:<20}{cell(here[name], 1):>26}{cell(there[name], 1):>26}{cell(ratios[name], 3):>24}")
+    return {"here": here, "there": there, "ratio": ratios}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--tokens", type=int, default=9670, help="tokens of an answer")
-    parser.add_argument(
+    commands = parser.add_subparsers(required=True)
+    workers = common.options_of(commands.add_parser("workers", help="answers a second"), repetitions=3)
+    workers.set_defaults(measure=score)
+    workers.add_argument("--workers", type=int, default=1)
+    workers.add_argument("--tokens", type=int, default=9670, help="tokens of an answer")
+    workers.add_argument(
         "--answers", type=int, default=400, help="answers of each kind, an even number; a tenth with programs"
     )
-    parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    sandbox = common.options_of(commands.add_parser("sandbox", help="beside another commit"), repetitions=20)
+    sandbox.set_defaults(measure=compare_sandboxes)
+    sandbox.add_argument("--against", default="main", metavar="COMMIT")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        model = Path(folder) / "model"
-        sizes = options.workers, options.tokens, options.answers, options.repetitions
-        figures = spreads(asyncio.run(measure(*sizes, model)))
-    for kind, figure in figures.items():
-        print(line(f"{kind}, answers/s", figure, digits=1))
-    if options.json:
-        write_json(options.json, figures)
+    common.keep(options.json, options.measure(options))
 
 
 if __name__ == "__main__":

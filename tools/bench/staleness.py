@@ -18,7 +18,6 @@ import json
 import os
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -34,9 +33,9 @@ from areal_megatron.observe.metrics import read_metrics
 from areal_megatron.process.files import write_atomically, write_json
 from areal_megatron.run.folder import Run
 from tools.bench import staleness_table
+from tools.bench.common import ROOT, end_when_told
 from tools.bench.staleness_table import ARMS, SEEDS, Arm, Results
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 EVALUATIONS = 2
 """Evaluations at the end of a run, whose mean is its accuracy."""
 APART = 4
@@ -319,5 +318,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends its runs too
+    end_when_told()
     sys.exit(main())

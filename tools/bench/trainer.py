@@ -52,10 +52,10 @@ from areal_megatron.data.trajectory import BatchPart, Trajectory
 from areal_megatron.models.flops import SequenceFlops
 from areal_megatron.packing.partition import split
 from areal_megatron.planning.memory.trainer import trainer_memory
-from areal_megatron.process.files import write_json
 from areal_megatron.run.folder import Run
 from areal_megatron.trainer.trainer import Trainer
-from tools.bench.common import cell, spread
+from tools.bench import common
+from tools.bench.common import cell, positive, spread
 from tools.bench.logprobs import peak
 from tools.bench.plain_loop import PlainLoop, ways
 from tools.bench.synchronisations import kept_on_host, reason, synchronisations
@@ -304,12 +304,7 @@ def configure(options: argparse.Namespace, folder: Path) -> Config:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    def positive(text: str) -> int:
-        if int(text) <= 0:
-            raise ValueError
-        return int(text)
-
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = common.parser(__doc__, repetitions=9)
     parser.add_argument("--model", choices=PRESETS, default="demo", help="whose sizes the model has")
     parser.add_argument("--layers", type=positive, help="its first so many layers; default: all")
     parser.add_argument("--draw", choices=DRAWS, nargs="+", default=DRAWS, help="of the answers' lengths")
@@ -323,10 +318,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--minibatches", type=positive, default=4, help="optimizer steps of a batch")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     parser.add_argument("--recompute", choices=("none", "elementwise", "mlp", "full"), default="none")
-    parser.add_argument("--repetitions", type=positive, default=9)
     parser.add_argument("--threads", type=positive, default=1, help="of torch, without a GPU")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     if options.answers < options.minibatches:
         parser.error(f"--answers {options.answers} are too few for --minibatches {options.minibatches}")
@@ -353,9 +346,8 @@ def main(arguments: list[str] | None = None) -> None:
                 print(f"error: {e}", file=sys.stderr)
                 sys.exit(2)
             print("\n" + table(rows[-1]), flush=True)
-    if options.json:
-        settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
-        write_json(options.json, settings | {"device": where, "rows": rows})
+    settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
+    common.keep(options.json, settings | {"device": where, "rows": rows})
 
 
 if __name__ == "__main__":

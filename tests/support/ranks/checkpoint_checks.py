@@ -37,7 +37,7 @@ from areal_megatron.trainer.trainer import Trainer
 from tests.support.ranks.float16_checks import copied, part_of, scales, set_scale
 from tests.support.ranks.trainer_checks import make_config, make_trajectories, open_trainer
 from tests.support.transformer_engine import transformer_engine
-from tools.bench.checkpoint_peers import save_as_megatron_does
+from tools.bench.checkpoint import save_as_megatron_does
 
 UPDATES = 4
 CRITIC = CriticConfig(lr=2e-3, gae_lambda=0.9, clip=0.5)

@@ -11,7 +11,7 @@ from areal_megatron.data.trajectory import BatchPart
 from areal_megatron.models.flops import SequenceFlops
 from areal_megatron.packing import row
 from areal_megatron.packing.row import TokenRow, divide
-from tools.bench import packing, packing_rows
+from tools.bench import packing
 from tools.bench.packing import Groups, Task, judge, judge_bundles
 
 TOKENS = SequenceFlops(token=1.0, trained=0.0, pair=0.0)
@@ -41,9 +41,9 @@ def test_figures_of_a_plan():
 def test_figures_of_rows_over_ranks(monkeypatch):
     monkeypatch.setattr(row, "LEAST_CUT", 1)
     flops = SequenceFlops(token=1.0, trained=0.0, pair=1.0)
-    found = packing_rows.measure_rows([[8], [6, 6]], 2, flops)
+    found = packing.measure_rows([[8], [6, 6]], 2, flops)
     assert found | {"ms": None} == {"rows": 2, "cut": 1, "attention": 0.0, "FLOPs": 0.0, "ms": None}
-    pairs, total = packing_rows.rank_flops(TokenRow.of([5]), divide(TokenRow.of([5]), 2, 2, flops), flops)
+    pairs, total = packing.rank_flops(TokenRow.of([5]), divide(TokenRow.of([5]), 2, 2, flops), flops)
     assert sorted(pairs.tolist()) == [5.0, 10.0]  # tokens 0 and 3 to 4, or 1 and 2
     assert (total - pairs).tolist() == [4.0, 4.0]
 
@@ -51,7 +51,7 @@ def test_figures_of_rows_over_ranks(monkeypatch):
 def test_attention_of_long_answers_is_balanced_over_ranks():
     for draw, cp in itertools.product(packing.DISTRIBUTIONS, (2, 4, 8)):
         rows = packing.packed_rows(packing.generate(draw, 0)[:512], Task())
-        found = packing_rows.measure_rows(rows, cp, packing.FLOPS)
+        found = packing.measure_rows(rows, cp, packing.FLOPS)
         assert found["cut"] > 0 and found["attention"] < 0.02 and found["FLOPs"] < 0.06, (draw, cp)
 
 

@@ -12,7 +12,7 @@ from areal_megatron.models.flops import SequenceFlops
 from areal_megatron.packing.balance import Shares
 from areal_megatron.packing.bins import lower_bound
 from areal_megatron.packing.partition import partition, split
-from tools.bench import packing, packing_paper
+from tools.bench import packing
 
 LENGTHS = st.lists(st.integers(1, 300), min_size=8, max_size=60)
 
@@ -74,12 +74,12 @@ def test_fewer_sequences_than_replicas_is_refused():
     ],
 )
 def test_algorithm_1(sizes, cap, least, expected):
-    assert packing_paper.allocate(np.array(sizes, dtype=np.int64), cap, least) == expected
+    assert packing.allocate(np.array(sizes, dtype=np.int64), cap, least) == expected
 
 
 def test_balance_on_a_long_tail():
     lengths = np.random.default_rng(0).lognormal(9, 0.6, 512).astype(int)
-    loads = [lengths[group].sum() for group in packing_paper.balance(lengths, 8)]
+    loads = [lengths[group].sum() for group in packing.balance(lengths, 8)]
     assert max(loads) < 1.01 * min(loads)
 
 
