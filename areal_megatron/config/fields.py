@@ -386,7 +386,8 @@ class RolloutConfig:
 class ReshardConfig:
     update: str = key("auto", choices=("auto", "full", "delta"))
     """`full` sends engines all weights. `delta` sends only the changes since an engine's version, where they are known
-    and smaller. `auto` picks the faster of the two for each message, by measured times (docs/resharding.md)."""
+    and smaller. `auto` sends all over NCCL, and on other links picks the faster of the two for each message, by
+    measured times (docs/resharding.md)."""
     compression: str = key("none", choices=("none", "zstd"))
     """What changes are compressed with. It halves them, which pays on links below about 10 Gb/s."""
     staging: str = key("full", choices=("full", "streamed"))

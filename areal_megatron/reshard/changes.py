@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from areal_megatron.reshard.session import COMPARED
+from areal_megatron.reshard.session import LISTED
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Bytes of an element → the signed integers of that size."""
@@ -103,24 +103,34 @@ def find(base: Tensor, now: Tensor) -> tuple[Changes, np.ndarray]:
     if after.device.type == "cpu":  # numpy finds them faster than torch
         places, values, differences = _compare(before.numpy(), after.numpy())
     else:
-        places, values, differences = compare_in_parts(before, after)
+        places, values, differences = compare_on_device(before, after)
     return Changes(base.numel(), places, differences, zlib.crc32(values)), values
 
 
-def compare_in_parts(earlier: Tensor, later: Tensor, at_a_time: int = COMPARED) -> tuple[np.ndarray, ...]:
-    """Returns places, later bits and differences of `later` on a device from `earlier` in the memory of the host, in
-    the memory that few of the elements take (areal_megatron/planning/memory/trainer.py)."""
-    found: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
-    copied = torch.empty_like(later[:at_a_time])
-    for start in range(0, max(later.numel(), 1), at_a_time):
-        after = later[start : start + at_a_time]
-        before = copied[: after.numel()].copy_(earlier[start : start + at_a_time], non_blocking=True)
-        where = torch.nonzero(before != after).view(-1)
-        values = after[where]
-        differences = values - before[where]
-        found.append((where.cpu().numpy() + start, values.cpu().numpy(), differences.cpu().numpy()))
-    places, values, differences = map(np.concatenate, zip(*found, strict=True))
-    return places, values, differences
+def compare_on_device(earlier: Tensor, later: Tensor) -> tuple[np.ndarray, ...]:
+    """Returns places, later bits and differences of `later` on a device from `earlier` in the memory of the host.
+
+    A host that copies or looks waits for all that training has launched before, so this makes three copies at most:
+    `earlier` to the device, what the device lists from there and, if that is not all, `later` as a whole.
+    """
+    listed = later.numel() // LISTED
+    before = torch.empty_like(later).copy_(earlier, non_blocking=True)
+    differ = before != later
+    where = torch.nonzero_static(differ, size=listed, fill_value=0).view(-1)
+    parts = differ.sum().view(1), later[where] - before[where], where.to(torch.int32)
+    told = memoryview(_on_host(torch.cat([part.view(torch.uint8) for part in parts])))
+    count = int(np.frombuffer(told, np.int64, 1)[0])
+    if count > listed:
+        return _compare(earlier.numpy(), _on_host(later))
+    width = earlier.itemsize
+    differences = np.frombuffer(told, f"i{width}", count, 8)
+    places = np.frombuffer(told, np.int32, count, 8 + width * listed).astype(np.int64)
+    return places, earlier.numpy()[places] + differences, differences
+
+
+def _on_host(tensor: Tensor) -> np.ndarray:
+    pinned = tensor.device.type != "cpu"
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned).copy_(tensor).numpy()
 
 
 def _compare(earlier: np.ndarray, later: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

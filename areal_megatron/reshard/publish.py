@@ -173,8 +173,8 @@ class TrainerRank:
     """Called on rank 0 alone, once for each version and link."""
     link: str = "device"
     """reshard.link, with `auto` decided."""
-    choices: dict[int, Choice] = field(default_factory=dict)
-    """Number of an engine → whether it gets changes."""
+    choices: dict[tuple[int, str], Choice] = field(default_factory=dict)
+    """Number of an engine, and reshard.update on a link like its own → whether it gets changes."""
     tls: ssl.SSLContext | None = None
     """By which this rank and engines at other sites know each other."""
     plans: dict[int, Plan] = field(default_factory=dict)
@@ -201,8 +201,10 @@ class TrainerRank:
         """
         return connect(self.store, self.reshard.timeout_s).compare_set("incarnation", "", secrets.token_hex(8)).decode()
 
-    def choice(self, engine: int) -> Choice:
-        return self.choices.setdefault(engine, Choice(self.reshard.update))
+    def choice(self, engine: int, link: Link) -> Choice:
+        is_plain = self.reshard.update == "auto" and link.carrier.outruns_looks
+        update = "full" if is_plain else self.reshard.update
+        return self.choices.setdefault((engine, update), Choice(update))
 
 
 class Outlet:
@@ -515,7 +517,7 @@ class _Sending:
         self._update, self._link = update, link
         self._outlet, self._trainer = update.outlet, update.outlet.trainer
         self._parcels = self._outlet.parcels(update.parameters)
-        self._choice = self._trainer.choice(self._outlet.engine)
+        self._choice = self._trainer.choice(self._outlet.engine, link)
         self._looks_at = [update.few_changes or self._choice.looks_at(parcel.elements) for parcel in self._parcels]
         self._to_check = {n for n, b in enumerate(self._outlet.buckets) if ready[b.destination].to_check == b.name}
         has = [one.has for one in ready]
@@ -535,6 +537,19 @@ class _Sending:
 
     def send(self) -> None:
         """Returns when all that was sent may change. Raises LinkError."""
+        try:
+            self._send()
+        except Exception as e:
+            looked_at = zip(self._parcels, self._looks_at, strict=True)
+            self._choice.failed(parcel.elements for parcel, looked in looked_at if looked)
+            if self._choice.lacks_link and self._update.deadline.passed and not self._outlet.given_up:
+                raise LinkError(
+                    f"{e}; reshard.update=auto cannot measure the link before a whole version has arrived within "
+                    f"reshard.timeout_s={self._update.deadline.timeout_s:g}: raise it if the link is that slow"
+                ) from None
+            raise
+
+    def _send(self) -> None:
         begun = time.monotonic()
         if any(self._looks_at):
             for group in self._outlet.groups:
@@ -548,6 +563,10 @@ class _Sending:
         for message in self._direct:
             message.wait(self._update.deadline)
         self._link.settle()
+        if self._choice.lacks_look:
+            with self._looking():
+                largest = max(self._parcels, key=lambda parcel: parcel.flat.nbytes)
+                self._choice.look_takes(self._trainer.published.least_s_per_byte(largest.flat))
         self._update.all_is_read()
         for message in (*self._from_buffer.values(), *(message for message, _ in self._aside)):
             message.wait(self._update.deadline)

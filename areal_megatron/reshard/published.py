@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
+import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +20,8 @@ _ALIGNED = 64
 """Every part of a block begins at a multiple of this many bytes."""
 _REST = 16
 """For how many versions a message is sent in full, and nobody looks for changes in it, after they did not pay."""
+_TRIALS = 3
+"""How often a look is timed before one is worth while: the first also meets memory that nobody has used."""
 
 
 class HostMemory:
@@ -66,10 +69,20 @@ class Looks:
             return find(base, now)
         device = torch.get_device_module(now.device)
         with self._lock:
-            self._stream = self._stream or device.Stream(now.device)
+            # of high priority: training's work would be in front of it
+            self._stream = self._stream or device.Stream(now.device, priority=-1)
             self._stream.wait_stream(device.current_stream(now.device))
             with device.stream(self._stream):
                 return find(base, now)
+
+    def least_s_per_byte(self, flat: Tensor) -> float:
+        """Returns how long a byte of a message like `flat` takes to be looked at where nothing has changed."""
+        base, took = torch.empty_like(flat, device="cpu", pin_memory=flat.device.type != "cpu").copy_(flat), []
+        for _ in range(_TRIALS):
+            begun = time.monotonic()
+            self.find(base, flat)
+            took.append(time.monotonic() - begun)
+        return min(took) / flat.nbytes
 
 
 class Step(NamedTuple):
@@ -117,6 +130,11 @@ class Kept:
                 self._merged[since] = self._changes_since(since)
             return self._merged[since]
 
+    @property
+    def size(self) -> int:
+        """The bytes of the message that is kept; 0 before there is one."""
+        return 0 if self._base is None else self._base.nbytes
+
     def checksum(self) -> int:
         """Returns the CRC-32 of all bits of the message as it was published last."""
         with self._lock:
@@ -131,8 +149,8 @@ class Kept:
 
     def _look(self, flat: Tensor, version: int) -> None:
         changes, values = self._looks.find(self._base, flat)
-        bits(self._base).numpy()[changes.places] = values
         encoded = encode(changes, self._compress)
+        bits(self._base).numpy()[changes.places] = values  # last: what fails before leaves base and version as they are
         self.found = len(encoded)
         size = self._base.numel() * self._base.itemsize
         self._steps.append(Step(self._version, version, encoded))
@@ -162,6 +180,7 @@ class Publications:
         self._compress, self._looks = compress, Looks()
         self._kept: dict[Hashable, Kept] = {}
         self._lock = threading.Lock()
+        self._least_s_per_byte = 0.0
 
     def kept(self, key: Hashable) -> Kept:
         """Returns what is kept of the message with the elements that `key` names; it is empty at first."""
@@ -169,6 +188,18 @@ class Publications:
             if key not in self._kept:
                 self._kept[key] = Kept(self._compress, self._looks)
             return self._kept[key]
+
+    @property
+    def size(self) -> int:
+        """The bytes of all messages that are kept."""
+        with self._lock:
+            return sum(kept.size for kept in self._kept.values())
+
+    def least_s_per_byte(self, flat: Tensor) -> float:
+        """Returns what Looks.least_s_per_byte does; it is measured once."""
+        with self._lock:
+            self._least_s_per_byte = self._least_s_per_byte or self._looks.least_s_per_byte(flat)
+            return self._least_s_per_byte
 
 
 class Cost(NamedTuple):
@@ -186,13 +217,18 @@ class Choice:
     """Whether one engine gets changes or whole messages: with `auto`, what takes less time by what was measured.
 
     A message of which the changes did not pay is sent in full for some versions, without a look at what has changed.
+    After an update that failed with changes this is so for all: once, and twice as often each time that it fails again.
+    Otherwise looks that take longer than an update may would fail every one.
     """
 
     def __init__(self, update: str):
         self._update = update
         self._second_per_byte = 0.0
         """How long a byte of whole messages is on its way to the engine; 0 before that was measured."""
+        self._least_look = 0.0
+        """How long a byte is looked at if nothing has changed; 0 before that was measured."""
         self._rests: dict[Hashable, int] = {}
+        self._after_failure = 1
 
     def looks_at(self, key: Hashable) -> bool:
         """Returns whether changes of this message are asked for; called once for each version."""
@@ -201,10 +237,33 @@ class Choice:
         if rest := self._rests.pop(key, 0):
             self._rests |= {key: rest - 1} if rest > 1 else {}
             return False
-        return self._second_per_byte > 0
+        return self._second_per_byte > self._least_look
+
+    @property
+    def lacks_look(self) -> bool:
+        """Whether it is to be told, by `look_takes`, how long looks take."""
+        return self._update == "auto" and not self._least_look
+
+    @property
+    def lacks_link(self) -> bool:
+        """Whether it chooses by measured times, but no whole version has arrived yet."""
+        return self._update == "auto" and not self._second_per_byte
+
+    def look_takes(self, second_per_byte: float) -> None:
+        """Takes note of how long a byte is looked at if nothing has changed."""
+        self._least_look = second_per_byte
+
+    def failed(self, looked_at: Iterable[Hashable]) -> None:
+        """Takes note that an update failed in which these messages were looked at."""
+        keys = list(looked_at)
+        if self._update == "auto" and keys:
+            self._rests |= dict.fromkeys(keys, self._after_failure)
+            self._after_failure *= 2
 
     def judge(self, sent: Sequence[Cost], looked_s: float) -> None:
         """Takes note of what the changes of an update have cost, all of which were found in `looked_s` seconds."""
+        if sent:
+            self._after_failure = 1
         look = looked_s / max(sum(cost.size for cost in sent), 1)  # one message's own time would say little
         for cost in sent:
             if cost.size * look + cost.encoded * self._second_per_byte >= cost.size * self._second_per_byte:

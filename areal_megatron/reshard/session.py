@@ -34,12 +34,19 @@ ROOM = 0.1
 their places in 32 bits, those of 3% of 16-bit elements fit in there."""
 HISTORY = 1 / 16
 """The bytes of changes of earlier versions that trainers keep of a message for engines which lag, over its own."""
-COMPARED = 2**22
-"""Elements of a message that trainers compare at a time with its last publication, if parameters are on a device."""
+LISTED = 8
+"""A device lists the changes of a message if at most one in so many of its elements has changed."""
 HOST_BLOCK = 2**30
 """Bytes of a piece of pinned memory, in which trainers keep what they published last, if parameters are on a device."""
 FEW_CHANGES = 0.02
 """If no more of the elements were sent in the last update, the next one is expected to fit in there too."""
+
+
+def looking_bytes(elements: int, itemsize: int) -> int:
+    """Returns the memory of a device in which a message is compared with its last publication (changes.py): that one,
+    a byte for whether each element differs, and of those that are listed the place, in 64 and in 32 bits, the bits of
+    both, and the difference, which is put beside the place."""
+    return elements * (itemsize + 1) + elements // LISTED * (8 + 2 * 4 + 4 * itemsize)
 
 
 class LinkRef(msgspec.Struct, frozen=True):

@@ -86,7 +86,7 @@ class Link:
         self._agree_on_library(members.name(member))
         self._longest_pause_s = max(POLL_S[1], POLL_S_PER_RANK * len(members))
         if self._device.type != "cpu":
-            self._stream = torch.get_device_module(self._device).Stream(self._device)
+            self._stream = torch.get_device_module(self._device).Stream(self._device, priority=-1)
         self.carrier.join(self._keys, members, member)
 
     def serve(self, engine_ranks: int) -> None:

@@ -20,7 +20,7 @@ from areal_megatron.planning.memory.parts import COMMUNICATOR, CONTEXT, GIB, Mem
 from areal_megatron.planning.memory.traffic import weight_traffic
 from areal_megatron.reshard import trainer_layout
 from areal_megatron.reshard.plan import largest_bucket
-from areal_megatron.reshard.session import COMPARED, HISTORY, HOST_BLOCK
+from areal_megatron.reshard.session import HISTORY, HOST_BLOCK, looking_bytes
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 
 MOMENTS, MAIN = 8, 4
@@ -205,8 +205,9 @@ def _sending(
     if not on_cuda:
         kept = _published(config, own, traffic.sent[stage * ranks : (stage + 1) * ranks], on_cuda)
         yield MemoryPart("last publication", kept, f"reshard.update={config.reshard.update}")
-    elif config.reshard.may_send_changes:
-        yield MemoryPart("looking for changes", _looking(config, own), f"{COMPARED:,} elements at a time")
+    elif _looks(config, on_cuda):
+        size = looking_bytes(min(largest_bucket(on_cuda), own.all), ITEMSIZE[config.model.dtype])
+        yield MemoryPart("looking for changes", size, "one message at a time")
     if on_cuda and config.link == "device":
         note = f"{len(links)} communicators with {sum(links)} engine ranks, an allowance"
         yield MemoryPart("links", communicator_bytes(links), note)
@@ -228,7 +229,7 @@ def published_memory(config: Config, hf_config: Mapping[str, Any], on_cuda: bool
 def _published(config: Config, own: Held, sent: Sequence[int], on_cuda: bool) -> int:
     """reshard/published.py: what is sent to several engines is kept once, and beside it some changes for engines that
     lag. All blocks of pinned memory but the last are full but for less than the largest message."""
-    if not config.reshard.may_send_changes:
+    if not _looks(config, on_cuda):
         return 0
     element = ITEMSIZE[config.model.dtype]
     kept = element * min(own.all, max(sent))
@@ -236,11 +237,11 @@ def _published(config: Config, own: Held, sent: Sequence[int], on_cuda: bool) ->
     return int((blocks if on_cuda else kept) + HISTORY * kept)
 
 
-def _looking(config: Config, own: Held) -> int:
-    """reshard/changes.py: the last publication, a byte for whether each element differs, and of those that do, all at
-    worst, the place, the bits of both and the difference."""
-    element = ITEMSIZE[config.model.dtype]
-    return min(COMPARED, own.all) * (element + 1 + 8 + 3 * element)
+def _looks(config: Config, on_cuda: bool) -> bool:
+    """Whether trainers look for changes in what engines at their own site get: not over NCCL, unless they are told to
+    (reshard/carriers/nccl.py)."""
+    update = config.reshard.update
+    return update == "delta" or (update == "auto" and not (on_cuda and config.link == "device"))
 
 
 def _communication(config: Config, hf_config: Mapping[str, Any], sizes: MegatronSizes) -> int:

@@ -43,6 +43,7 @@ class Nccl(Carrier):
     """A communicator of the link's own."""
 
     most_under_way = 1
+    outruns_looks = True
     _over = False
 
     @property

@@ -331,7 +331,10 @@ def test_links_by_hand():
         assert trainer.of("links") == links * (64 + 16) * mib
         assert trainer.of("sending weights") == links * 2 * 64 * mib
         assert engine.of("link") == 2 * (64 + 2 * 16) * mib
-        assert trainer.of("looking for changes") == 4 * mib * (2 + 1 + 8 + 3 * 2)
+        assert not trainer.of("looking for changes"), "nobody looks over NCCL"
+        for others in ({"update": "delta"}, {"link": "host"}):
+            looking = stage_memory(replace(asked, reshard=ReshardConfig(**others)), hf, 0, True)
+            assert looking.of("looking for changes") == 32 * mib * (2 + 1) + 4 * mib * (8 + 4 + 4 + 4 * 2)
     assert not stage_memory(asked, hf, 0, on_cuda=False).of("links")
     assert stage_memory(asked, hf, 0, on_cuda=False).of("sending weights") == 2 * 2 * 8 * mib
     supervised = config({"tp": 8, "pp": 2, "dp": 12}, mode="sft")
@@ -340,6 +343,8 @@ def test_links_by_hand():
 
 def test_what_was_published_last_is_in_blocks_of_pinned_memory():
     asked = config({"tp": 8, "pp": 2, "dp": 12}, {"tp": 8, "engines": 12})
+    assert not published_memory(asked, DENSE, on_cuda=True), "nothing is kept for NCCL"
+    asked = replace(asked, reshard=ReshardConfig(update="delta"))
     exact = published_memory(asked, DENSE, on_cuda=False)
     kept, pinned = exact * 16 / 17, published_memory(asked, DENSE, on_cuda=True)
     blocks = (pinned - (exact - kept)) / GIB
@@ -719,7 +724,8 @@ def test_memory_of_a_shared_gpu_that_is_unknown_is_planned_but_not_divided():
 
 
 def test_links_through_the_host_have_no_communicators():
-    direct, host = (plan_memory(config(reshard=ReshardConfig(link=link)), SMALL) for link in ("device", "host"))
+    links = (ReshardConfig(link=link, update="full") for link in ("device", "host"))
+    direct, host = (plan_memory(config(reshard=link), SMALL) for link in links)
     assert direct.trainer.of("links") > 0 and direct.engine.of("link") > 0
     for rank in (host.trainer, host.engine):
         assert rank.of("links") == rank.of("link") == 0

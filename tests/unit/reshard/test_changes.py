@@ -6,13 +6,14 @@ import zlib
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from areal_megatron.reshard.boxes import Box, Piece
 from areal_megatron.reshard.changes import (
     HEAD_BYTES,
     ChangesError,
     bits,
-    compare_in_parts,
+    compare_on_device,
     decode,
     encode,
     find,
@@ -93,14 +94,42 @@ def test_on_a_gpu_the_same_changes_are_found(dtype):
     assert encode(here) == encode(there) and np.array_equal(values, values_there)
 
 
-@pytest.mark.parametrize("elements", [0, 1, 999, 1000, 3500])
-def test_a_device_finds_in_parts_what_it_would_find_at_once(elements):
-    base = torch.randn(elements, generator=torch.Generator().manual_seed(0)).bfloat16()
-    now = torch.where(torch.arange(elements) % 7 == 6, base * 1.01, base)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("elements", [0, 1, 7, 8, 9, 1000, 3501])
+@pytest.mark.parametrize("share", [0, 0.01, 0.1, 0.125, 0.2, 1])
+def test_a_device_finds_what_a_host_does(elements, share, dtype):
+    """Also where more has changed than a device lists."""
+    base, now = _states(dtype, elements, share)
     expected, values = find(base, now)
-    places, later, differences = compare_in_parts(bits(base), bits(now), at_a_time=1000)
+    places, later, differences = compare_on_device(bits(base), bits(now))
     assert np.array_equal(places, expected.places) and np.array_equal(later, values)
-    assert np.array_equal(differences, expected.differences) and differences.dtype == np.int16
+    assert np.array_equal(differences, expected.differences)
+    assert [a.dtype for a in (places, later, differences)] == [np.int64, values.dtype, values.dtype]
+
+
+class Crossings(TorchDispatchMode):
+    """Counts what a host that uses a GPU copies from it or to it, or waits for."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        packet = function.overloadpacket
+        waits = packet in (torch.ops.aten.copy_, torch.ops.aten.nonzero, torch.ops.aten._local_scalar_dense)
+        self.count += waits or (packet == torch.ops.aten._to_copy and "device" in (kwargs or {}))
+        return function(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize(("one_in", "crossings"), [(100, 2), (2, 3)], ids=["few changes", "many"])
+def test_a_message_is_compared_by_three_copies_at_most(one_in, crossings):
+    """One of 64 MiB, as GPUs send; each copy waits for what training has launched before."""
+    base = torch.zeros(2**25, dtype=torch.bfloat16)
+    now = base.clone()
+    now[::one_in] = 1
+    with Crossings() as seen:
+        places, *_ = compare_on_device(bits(base), bits(now))
+    assert len(places) == -(-(2**25) // one_in) and seen.count == crossings
 
 
 @pytest.mark.parametrize("elements", [0, 1, 7, 8, 9, 254, 255, 256, 257, 511, 70_000])
