@@ -16,12 +16,13 @@ from fractions import Fraction
 from math import gcd
 
 from areal_megatron.reward.form import combines, content, is_choice, is_expanded, key_of, leaves, shape, steps
-from areal_megatron.reward.formula import Formula, negated, read
+from areal_megatron.reward.formula import Formula, chosen, negated, read
 from areal_megatron.reward.interval import TURNED, intervals_of
 from areal_megatron.reward.no_score import AnswerRefused
 from areal_megatron.reward.notation import restates
 from areal_megatron.reward.numeral import LONGEST_BARE, bare, in_base, is_unit, numeral
-from areal_megatron.reward.question import asked_for, has_name, repeats, rewrites
+from areal_megatron.reward.question import asked_for, has_name, is_written, repeats, rewrites
+from areal_megatron.reward.residue import residues_of
 from areal_megatron.reward.tokens import NotRead, prepared, tokens_of
 from areal_megatron.reward.value import NoValue, Values, is_constant, names_of
 from areal_megatron.reward.wording import as_formula, letters_of, without_constant, without_integer
@@ -37,6 +38,7 @@ _WORDS_OF_TEXT = re.compile(
     r"|sec|csc|cot|max|min|abs|floor|ceil|factorial|diff|integrate|choose|root|cbrt|totient|trace|rank|tr)(?![A-Za-z])"
 )
 _ORDER = re.compile(r"\border\b(?! to\b)|\barrange|\brank", re.IGNORECASE)
+_AND = re.compile(r",? and |,")
 _WRAPPER = re.compile(r"\\(?:text|textbf|textrm|textit|mathrm|mathbf|mathit|mbox) ?\{([^{}]*)\}")
 _UNIT_VECTOR = re.compile(r"\\(?:mathbf|boldsymbol|hat|vec) ?\{? ?(?:\\(?:mathbf|boldsymbol) ?\{?)? ?[ijk](?![A-Za-z])")
 _EXPONENT = re.compile(r"(?:\^|\*\*) ?(?:\{([^{}]*)\}|\(([^()]*)\)|([-+]?[0-9]+))")
@@ -73,11 +75,18 @@ def same_expression(found: str, answer: str, prompt: str = "") -> bool:
         return given == letters if ordered else sorted(given) == sorted(letters)
     found, answer = as_formula(found), as_formula(answer)
     if _is_text(answer):
-        return _letters(found) == _letters(answer) or _same_phrase(_read(found), _read(answer))
+        ours, theirs = (list(map(_letters, _AND.split(_WRAPPER.sub(r"\1", text)))) for text in (found, answer))
+        same = ours == theirs if _ORDER.search(prompt) else sorted(ours) == sorted(theirs)
+        return same or _same_phrase(_read(found), _read(answer))
     if problem := _problem(found, answer):
         raise _refused(problem)
     (given, ours), (known, theirs) = map(without_integer, (found, answer))
-    ours, theirs = ours or (theirs and _index(found)), theirs or (ours and _index(answer))
+    rests = [residues_of(_read(text), index) for text, index in ((given, ours), (known, theirs))]
+    if None not in rests and any(one.certain for one in rests):
+        if _compact(given) != _compact(known) and is_written(prompt, given):
+            raise _refused("an expression of the question")
+        return rests[0].same(rests[1])
+    ours, theirs = ours or (theirs and _index(found, prompt)), theirs or (ours and _index(answer, prompt))
     if ours and theirs:  # all solutions, one for each integer
         found, answer = given, known
     (general, our_constant), (of_theirs, their_constant) = map(without_constant, (found, answer))
@@ -116,10 +125,15 @@ def _same_phrase(given: Formula | None, known: Formula | None) -> bool:
     return given is not None and known is not None and given.kind == "phrase" and key_of(given) == key_of(known)
 
 
-def _index(text: str) -> str:
-    """Returns the k of x = π/4 + kπ, which is understood to be any integer; "" if there is none."""
-    found = re.search(r"(?<![A-Za-z\\])[kmn](?![A-Za-z])", text.partition("=")[2])
-    return found[0] if found and re.search(r"\\pi|π|\\circ|°", text) else ""
+def _index(text: str, prompt: str) -> str:
+    """Returns the k of x = π/4 + kπ or n = k^2, which is understood to be any integer where the other answer says so;
+    "" if there is none, or if it is a symbol of the question."""
+    value = text.partition("=")[2]
+    found = re.search(r"(?<![A-Za-z\\])[kmn](?![A-Za-z])", value)
+    if found and re.search(r"\\pi|π|\\circ|°", text):
+        return found[0]
+    node = _read(value) if found else None
+    return found[0] if node and names_of(node) == {found[0]} and not has_name(prompt, found[0]) else ""
 
 
 def _in_components(text: str, node: Formula, other: Formula) -> Formula:
@@ -180,7 +194,9 @@ def _is_text(text: str) -> bool:
 
 
 def _letters(text: str) -> str:
-    text = re.sub(r"\b(?:an?|the) (?!and |or )(?=[a-z]{3})", "", _WRAPPER.sub(r"\1", text))
+    text = re.sub(
+        r"(?i:^all )(?=.*s\.?$)|\b(?:an?|the) (?!and |or )(?=[a-z]{3})", "", _WRAPPER.sub(r"\1", text).strip()
+    )
     return re.sub(r"[\s().,:'\"*-]", "", text).casefold()
 
 
@@ -618,14 +634,7 @@ def _alternatives(node: Formula) -> list[Formula]:
     point = node.kind == "bracket" and node.value == "()" and found == 1
     if not found or not (point or node.kind in (*_SCALAR, "either", "congruence")):
         return [node]
-    return [_chosen(node, "±"), _chosen(node, "∓")]
-
-
-def _chosen(node: Formula, positive: str) -> Formula:
-    parts = tuple(_chosen(part, positive) for part in node.parts)
-    if node.kind == "either":
-        return parts[0] if node.value == positive else negated(parts[0])
-    return Formula(node.kind, parts, node.value)
+    return [chosen(node, "±"), chosen(node, "∓")]
 
 
 def _conflict(given: Formula, known: Formula) -> bool:

@@ -254,9 +254,10 @@ class _Reader:
                 return base
 
     def _is_defined(self, base: Formula) -> bool:
-        """Whether P(x) = follows, where P is any symbol at the beginning."""
+        """Whether P(x) = follows, where P is any symbol at the beginning of a formula."""
         kinds = [token.kind for token in self.tokens[self.at : self.at + 4]]
-        return base.kind == "name" and self.at == 1 and kinds == ["(", "name", ")", "relation"]
+        begins = self.at == 1 or self.tokens[self.at - 2].kind == "separator"
+        return base.kind == "name" and begins and kinds == ["(", "name", ")", "relation"]
 
     def _argument(self) -> Formula:
         """Reads a group in braces, or the one atom that a command, ^ or _ takes."""
@@ -555,6 +556,14 @@ def negated(node: Formula) -> Formula:
     if node.kind == "number":
         return Formula("number", value=-node.value)
     return node.parts[0] if node.kind == "negative" else Formula("negative", (node,))
+
+
+def chosen(node: Formula, positive: str) -> Formula:
+    """Returns a formula with one sign for each ± or ∓, + for the one that is `positive`."""
+    parts = tuple(chosen(part, positive) for part in node.parts)
+    if node.kind == "either":
+        return parts[0] if node.value == positive else negated(parts[0])
+    return Formula(node.kind, parts, node.value)
 
 
 def _either(node: Formula, token: Token) -> Formula:

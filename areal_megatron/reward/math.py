@@ -15,7 +15,8 @@ from areal_megatron.data.boxed import BOX, last_boxed
 from areal_megatron.reward.no_score import AnswerRefused
 from areal_megatron.reward.notation import numbers_in, restates
 from areal_megatron.reward.numeral import LONGEST, Numeral, bare, in_digits, is_name, numeral
-from areal_megatron.reward.wording import halves_of_day
+from areal_megatron.reward.quantity import same_quantity
+from areal_megatron.reward.wording import as_clock, halves_of_day, ratio_as_fraction
 from areal_megatron.run.json_input import parse_json
 
 _SAYS = re.compile(r"####|<answer>|(?i:answers?+\s*+(?:is|are|:|=))")
@@ -70,6 +71,12 @@ def _equal(found: str, answer: str, prompt: str) -> bool:
     halves, others = halves_of_day(found), halves_of_day(answer)
     if halves and others and halves != others:
         return False
+    if halves and others:  # 10 a.m. and 10:00 a.m.
+        found, answer = as_clock(found), as_clock(answer)
+    if (same := same_quantity(found, answer, prompt)) is not None:
+        return same
+    if numeral(found) or numeral(answer):
+        found, answer = ratio_as_fraction(found), ratio_as_fraction(answer)
     if (digits := in_digits(answer)) != bare(answer):  # words are right where the right answer is one
         found, answer = in_digits(found), digits
     known = numeral(answer) if answer.count("=") < 2 else None  # a = b = 1 is more than a number

@@ -69,7 +69,7 @@ _ALIASES = _table(
     "asin arcsin acos arccos atan arctan cosec csc ctg cot tg tan dfrac frac tfrac frac cfrac frac tbinom binom "
     "dbinom binom varepsilon epsilon varphi phi vartheta theta varrho rho Bbb mathbb "
     "bar overline overrightarrow vec "
-    "hours hour hrs hour hr hour minutes minute mins minute seconds second secs second feet foot every all any all "
+    "every all any all "
     "integers integer numbers number reals real primes prime solutions solution when if whenever if else otherwise "
     "lnot neg"
 )
@@ -86,11 +86,6 @@ _MODULUS = re.compile(
 )
 """(mod 4), (\\text{mod } 4)."""
 _SYSTEM = re.compile(r"^\\\{ ?\\begin ?\{(array|aligned)\} ?(?:\{[lcr|]*\})?(.*)\\end ?\{\1\} ?\.?$", re.DOTALL)
-_COMPOUND = re.compile(
-    r"\b(hours?|hrs?|minutes?|feet|foot|dollars?|pounds?|degrees|days?|weeks?|years?)(\}?,? ?)"
-    r"(?:(\\text ?\{) ?)?and (?=\}? ?[0-9])"
-)
-"""In "1 hour and 20 minutes", which is "1 hour 20 minutes"."""
 _FRENCH = re.compile(r"([\[\]])([^\[\]()]{1,99}?,[^\[\]()]{1,99}?)([\[\]])")
 _THOUSANDS = re.compile(r"(?<=[0-9])(?:\{,\}|,\\!)(?=[0-9]{3}(?![0-9]))")
 _CHOSEN = re.compile(
@@ -112,7 +107,6 @@ def prepared(text: str) -> str:
     if not re.search(r"[ABD-Z] ?\(", text):  # else C is a point
         text = _CHOSEN.sub(_binomial, text)
     text = _SYSTEM.sub(r"\\begin{cases}\2\\end{cases}", text)
-    text = _COMPOUND.sub(r"\1\2\3", text)
     if text.count("[") + text.count("]") > 1:  # ]a, b[ is (a, b)
         text = _FRENCH.sub(lambda found: f"{'(['[found[1] == '[']}{found[2]}{')]'[found[3] == ']']}", text)
     return _MODULUS.sub(r"\\pmod{\1\2}", _THOUSANDS.sub("", text.translate(_CHARACTERS)))
@@ -206,7 +200,6 @@ def _tokens_of_text(text: str, at: int, after_value: bool) -> Iterator[Token]:
             yield Token("number", piece, at)
         elif piece[0].isalpha():
             is_unit = after_value and len(pieces) == 1
-            piece = "minute" if is_unit and piece == "min" else piece
             yield Token("name", piece, at) if len(piece) == 1 and not is_unit else _word(piece, at)
         elif piece in ",;":
             yield Token("separator", piece, at)

@@ -235,6 +235,8 @@ class Values:
         name = str(node.value)
         if name == "degree":
             value = self._at(node.parts[0], point, degrees)
+            if not degrees and not isinstance(value, Fraction) and any(p.value == "π" for p in node.all()):
+                raise NoValue("an angle in radians and degrees")
             return self._times(value, self.context.pi / 180) if degrees else value
         trigonometric = name in _TRIGONOMETRIC
         values = [self._at(part, point, trigonometric) for part in node.parts]

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import re
+from math import gcd
 
 _WRAPPER = re.compile(r"\\(?:text|textbf|textrm|textit|mathrm|mbox) ?\{([^{}]*)\}")
 _SET = re.compile(
     r"(?:[a-z] (?:is|can be|may be) )?(?P<all>(?:(?:all|any|every|each|an?|the set of|the) )*)"
-    r"(?:(?P<sign>positive|negative|non-?negative|non-?zero) )?(?P<kind>real|integer|rational|complex|natural)"
+    r"(?:(?P<sign>(?:non-?)?(?:positive|negative)|non-?zero) )?(?P<kind>real|integer|rational|complex|natural)"
     r"(?P<plural>s?(?: numbers?| values?(?: of)?)?)(?P<name> [a-z])?",
     re.IGNORECASE,
 )
 _SYMBOLS = {"real": "R", "integer": "Z", "rational": "Q", "complex": "C", "natural": "N"}
-_RAYS = {"positive": r"(0,\infty)", "negative": r"(-\infty,0)", "nonnegative": r"[0,\infty)"}
-_SIGNED = {"positive": "^+", "negative": "^-", "nonnegative": "_{\\ge 0}", "nonzero": r"\setminus\{0\}"}
+_RAYS = {
+    "nonpositive": r"(-\infty,0]",
+    "positive": r"(0,\infty)",
+    "negative": r"(-\infty,0)",
+    "nonnegative": r"[0,\infty)",
+}
+_SIGN_OF = {"": "", "positive": "> 0", "negative": "< 0", "nonnegative": r"\ge 0", "nonpositive": r"\le 0"}
+_SIGNED = {"positive": "^+", "negative": "^-", "nonnegative": "_{\\ge 0}", "nonpositive": "_{\\le 0}"}
+_SIGNED["nonzero"] = r"\setminus\{0\}"
 _NOTHING = re.compile(
     "(?:there (?:is|are) )?no (?:real )?solutions?(?: exists?)?|(?:the )?empty set|none", re.IGNORECASE
 )
@@ -41,8 +49,48 @@ _SUPERSCRIPT = re.compile(r"\\mathbb ?\{?([RZQN])\}? ?(?:\^ ?\{? ?\+ ?\}?|_ ?\{?
 _ELEMENTS = re.compile(r"\\\{ ?(?:([a-z]) ?(?:\\mid|\||:) ?(?=\1 ?=))?(.*?) ?(?:\\mid|\||:|,) ?(\S ?\\in.*)\\\}")
 """{π/4 + kπ | k ∈ Z}, {x | x = π/4 + kπ, k ∈ Z}."""
 _NUMBERS = re.compile(r"\\math(?:bf|rm) ?\{([RZQNC])\}|(?<=\\in) ?([RZQNC])(?![A-Za-z_^])")
+_FOR_ALL = re.compile(
+    r"([a-zA-Z] ?\( ?([a-z]) ?\) ?=.*?),? (?:for|where) (?:all|every|any|each) "
+    r"(?:(?:real|real numbers?) )?\2(?: ?\\in ?\\math(?:bb|bf) ?\{?R\}?)?\.?"
+)
+_ALL_OF = re.compile(r"(?:for )?(?:all|any|every|each) [a-z] ?\\in ?(\\math(?:bb|bf).*)")
 _LETTERS = re.compile(r"\(?[A-J]\)?(?:(?:,? and |[,; ]+)?\(?[A-J]\)?)+")
-_TIME = re.compile(r"([0-9]{1,2}:[0-9]{2}) ?\(?[ap]\.? ?m\.?\)?", re.IGNORECASE)
+_TIME = re.compile(r"([0-9]{1,2})(:[0-9]{2})? ?\(?[ap]\.? ?m\.?\)?", re.IGNORECASE)
+_RATIO = re.compile(r"([1-9][0-9]*) ?(?:\{?:\}?|to) ?([1-9][0-9]*)")
+_LONGEST_SAID = 200
+_DIVISIBLE = re.compile(
+    r"(?:([a-z]) (?:is |are |must be )?(?:an? |(not ))?|(?:all |the )?)"
+    r"(?:(?:integers? )?divisible by|multiples? of) ([0-9]+)"
+    r"|([0-9]+) ?(?:\\mid(?![a-z])|\||∣|divides) ?([a-z])",
+    re.IGNORECASE,
+)
+_PARITY = re.compile(
+    r"([a-z]) (?:is |must be )?(?:an? )?(even|odd)(?: integer| number)?|(even|odd) ([a-z])", re.IGNORECASE
+)
+_POWER = re.compile(
+    r"([a-z]) (?:is |must be )?(?:a |an )?(?:perfect (square|cube)|(square) of an integer)", re.IGNORECASE
+)
+_BOUNDS = {
+    r"\ge": "greater than or equal to|at least|no less than|not less than",
+    r"\le": "less than or equal to|at most|no more than|no greater than|not more than|not greater than",
+    ">": "greater than|more than|larger than|bigger than|above",
+    "<": "less than|smaller than|fewer than|below",
+}
+_RELATIONS = {said: relation for relation, several in _BOUNDS.items() for said in several.split("|")}
+_VALUE = r"((?:[^A-Za-z\\,(]|\((?![a-z])|\\[A-Za-z]++)++)"
+_BOUND = re.compile(rf"(?:strictly )?({'|'.join(_BOUNDS.values())}) {_VALUE}", re.IGNORECASE)
+_BETWEEN = re.compile(
+    rf"(?:(?P<strictly>strictly )?between {_VALUE}and {_VALUE}|from {_VALUE}to {_VALUE}),? ?"
+    r"\(?(?P<how>(?:in|ex)clusive)?\)?",
+    re.IGNORECASE,
+)
+_BOUNDED = re.compile(
+    r"(?:(?:all|any|every|each|the|set of|an?(?= [a-z]{4})) )*+(?:(?P<sign>(?:non-?)?(?:positive|negative)) )?+"
+    r"(?P<kind>(?:real )?(?:numbers?|values?)|reals?|(?P<whole>integers?|whole numbers?))?+(?: of)?+"
+    r" ?(?P<name>[a-z](?![a-z]))?+,? ?(?:(?:that|which) )?+(?:(?:is|are|must be|lies?) )?+"
+    r"(?P<bounds>(?:strictly|between|from|greater|more|larger|bigger|above|less|smaller|fewer|below|at|no|not) .*)",
+    re.IGNORECASE,
+)
 _HALF_OF_DAY = re.compile(r"(?<![A-Za-z])([ap])\.? ?m(?![A-Za-z])", re.IGNORECASE)
 
 
@@ -55,8 +103,12 @@ def as_formula(text: str) -> str:
     """Returns \\mathbb{Z}^+ for "all positive integers n", \\mathbb{R}\\setminus\\{0\\} for "all reals except 0",
     \\emptyset for "no solution", 3:30 for 3:30 pm, and any other text as it is, with one way to write \\mathbb{Z}^+."""
     words = plain(text)
-    if found := _TIME.fullmatch(words):
-        return found[1]
+    if everywhere := _FOR_ALL.fullmatch(words):
+        return everywhere[1]
+    if whole := _ALL_OF.fullmatch(words):
+        return as_formula(whole[1])
+    if said := _clock(words) or _divisible(words) or _bounded(words):
+        return said
     if _NOTHING.fullmatch(words.strip(".")):
         return r"\emptyset"
     if _MANY.fullmatch(words.strip(".")):
@@ -71,6 +123,66 @@ def as_formula(text: str) -> str:
             return _RAYS[sign]
         return rf"\mathbb{{{_SYMBOLS[kind]}}}{_SIGNED.get(sign, '')}"
     return _SUPERSCRIPT.sub(r"\\mathbb{\1}^+", _NUMBERS.sub(r"\\mathbb{\1\2}", text))
+
+
+def _clock(words: str) -> str:
+    found = _TIME.fullmatch(words)
+    return f"{found[1]}{found[2] or ':00'}" if found else ""
+
+
+def as_clock(text: str) -> str:
+    """Returns 10:00 for 10 a.m. and for 10:00 a.m., and any other text as it is."""
+    return _clock(plain(text)) or text
+
+
+def ratio_as_fraction(text: str) -> str:
+    """Returns \\frac{3}{2} for 3:2, a ratio in lowest terms that is no time of the day, and any other text as it is."""
+    found = _RATIO.fullmatch(plain(text)) if len(text) < _LONGEST_SAID else None
+    if not found or (len(found[2]) == 2 and int(found[1]) <= 24 and int(found[2]) < 60):
+        return text
+    return f"\\frac{{{found[1]}}}{{{found[2]}}}" if gcd(int(found[1]), int(found[2])) == 1 else text
+
+
+def _divisible(words: str) -> str:
+    """Returns n \\equiv 0 \\pmod{3} for "n is divisible by 3", n \\equiv 1 \\pmod{2} for "n is odd", n = k^2 for "n is
+    a perfect square"; "" for any other text."""
+    if len(words) > _LONGEST_SAID:
+        return ""
+    words = words.strip(".")
+    if found := _DIVISIBLE.fullmatch(words):
+        name, denied, modulus = found[1] or found[5] or "", found[2], found[3] or found[4]
+        if denied:
+            return rf"{modulus} \nmid {name}"
+        return rf"{name} \equiv 0 \pmod{{{modulus}}}".removeprefix(r" \equiv")
+    if found := _PARITY.fullmatch(words):
+        return rf"{found[1] or found[4]} \equiv {int((found[2] or found[3]).lower() == 'odd')} \pmod{{2}}"
+    if found := _POWER.fullmatch(words):
+        index = "m" if found[1] == "k" else "k"
+        return rf"{found[1]} = {index}^{3 if found[2] == 'cube' else 2}, {index} \in \mathbb{{Z}}"
+    return ""
+
+
+def _bounded(words: str) -> str:
+    """Returns 2 \\le x \\le 5 for "x is between 2 and 5, inclusive", x > 3 for "all real numbers greater than 3", and
+    \\{x \\in \\mathbb{Z} \\mid x > 3\\} for such integers; "" for any other text."""
+    found = _BOUNDED.fullmatch(words.strip(".")) if len(words) <= _LONGEST_SAID else None
+    if not found:
+        return ""
+    name, sign = found["name"] or "x", _SIGN_OF[(found["sign"] or "").lower().replace("-", "")]
+    conditions = [f"{name} {sign}"] if sign else []
+    bounds = [_BOUND.fullmatch(bound) for bound in re.split(r",? (?:and|but) (?=[a-z])", found["bounds"])]
+    if between := _BETWEEN.fullmatch(found["bounds"]):
+        _, a, b, c, d, how = between.groups()
+        if not (how or between["strictly"]):
+            return ""  # the ends may be meant or not
+        less = r"\le" if how and how.lower() == "inclusive" else "<"
+        conditions.append(f"{a or c} {less} {name} {less} {b or d}")
+    elif None not in bounds and (found["kind"] or found["name"]):
+        conditions += [f"{name} {_RELATIONS[bound[1].lower()]} {bound[2]}" for bound in bounds]
+    else:
+        return ""
+    said = r" \text{ and } ".join(conditions)
+    return rf"\{{{name} \in \mathbb{{Z}} \mid {said}\}}" if found["whole"] else said
 
 
 def without_integer(text: str) -> tuple[str, str]:

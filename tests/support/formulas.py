@@ -452,6 +452,39 @@ f(x)=cx\text{ for any constant }c ~ f(x)=kx,\ k\in\mathbb{R} ~ f(x)=ax, \text{ w
 \text{all real numbers except }-1\text{ and }2 ~ x\ne-1,2 ~ \text{all real numbers other than $2$ and $-1$}
 \mathbb{Z}\setminus\{0\} ~ \text{all integers except }0
 \text{infinitely many} ~ \text{Infinitely many solutions} ~ \text{There are infinitely many solutions.} ~ \text{infinite number of solutions}
+\$4.50 ~ 4\text{ dollars and }50\text{ cents} ~ 450\text{ cents} ~ \$4.5
+\$0.75 ~ 75\text{ cents} ~ 75¢
+90\text{ minutes} ~ 1.5\text{ hours} ~ 1\text{ hour }30\text{ minutes} ~ 1 h 30 min ~ 1\text{ hr and }30\text{ mins}
+6\text{ feet }2\text{ inches} ~ 6\text{ ft }2\text{ in} ~ 74\text{ inches}
+250\text{ cm} ~ 2.5\text{ m}
+40\text{ m}^2 ~ 40\text{ square meters} ~ 40\ \mathrm{m^2}
+45\text{ mph} ~ 45\text{ miles per hour} ~ 45\text{ mi/h}
+10:00\text{ a.m.} ~ 10\text{ AM}
+1:4 ~ \frac14 ~ 1/4 ~ 1\text{ to }4
+\frac{9}{7} ~ 9:7
+[3,\infty) ~ \text{all real numbers greater than or equal to }3 ~ \text{all reals at least 3} ~ x\text{ is no less than }3
+(2,5) ~ \text{all real numbers strictly between 2 and 5} ~ x\text{ is between }2\text{ and }5\text{, exclusive} ~ \text{all numbers greater than 2 and less than 5}
+[2,5] ~ \text{between 2 and 5, inclusive} ~ \text{from 2 to 5 (inclusive)}
+(0,5) ~ \text{all positive real numbers less than }5
+(-\infty,0] ~ \text{all nonpositive real numbers}
+x>4 ~ \text{all }x\text{ greater than }4 ~ x\text{ more than }4
+\{n\in\mathbb{Z}\mid n>4\} ~ \text{all integers }n\text{ greater than }4
+n\equiv0\pmod3 ~ 3\mid n ~ n\text{ is divisible by }3 ~ n\text{ is a multiple of 3} ~ n=3k ~ n=3k, k\in\mathbb{Z} ~ \text{multiples of }3
+n\text{ is odd} ~ n\equiv1\pmod2 ~ n=2k+1, k\in\mathbb{Z} ~ n\equiv1,3\pmod4 ~ n=2k-1
+2\mid n ~ n\text{ is even} ~ n=2m\text{ for some integer }m
+4\nmid n ~ n\text{ is not divisible by }4
+x\equiv11\pmod{30} ~ x=30k+11 ~ x=11+30t, t\in\mathbb{Z} ~ 11\pmod{30} ~ x=30k-19
+n=4k+1, k\in\mathbb{Z} ~ n\equiv1\pmod4 ~ n=4m+5, m\in\mathbb{Z} ~ n\equiv1,5\pmod8
+n=6k\pm1 ~ n\equiv\pm1\pmod6 ~ n\equiv1,5\pmod6
+n=3k\text{ or }n=3k+1, k\in\mathbb{Z} ~ n\equiv0,1\pmod3
+n=k^2\text{ for some integer }k ~ n\text{ is a perfect square} ~ n=m^2
+n\text{ is a perfect cube} ~ n=k^3
+\text{perfect squares} ~ \text{all perfect squares}
+\text{Alice and Carol} ~ \text{Alice, Carol} ~ \text{Carol and Alice}
+f(n)=2n ~ f(n)=2n\text{ for all }n
+f(x)=x ~ f(x)=x\text{ for all real }x ~ f(x)=x\text{ for all }x\in\mathbb{R}
+P(x)=0\text{ or }P(x)=x^2 ~ P(x)=x^2, P(x)=0
+\text{all positive integers }n ~ \text{all }n\in\mathbb{Z}^+
 """.strip().splitlines()
 ]
 """The known answer, then other ways to write it."""
@@ -1410,6 +1443,60 @@ f(x)=x\text{ for all }x>0 ~ f(x)=x
 3\mathbf{i}-4\mathbf{j} ~ \{3,-4\}
 \text{none} ~ 0
 \text{none} ~ \text{infinitely many}
+\$24 ~ 24\text{ cents}
+\$4.50 ~ 4\text{ dollars and }5\text{ cents}
+\$0.75 ~ 0.75\text{ cents}
+45\text{ cm} ~ 45\text{ m}
+2\text{ kg} ~ 2\text{ g}
+5\text{ feet} ~ 5\text{ inches}
+3\text{ days} ~ 3\text{ hours}
+4\text{ liters} ~ 4\text{ mL}
+30\text{ km/h} ~ 30\text{ mph}
+40\text{ m}^2 ~ 40\text{ cm}^2
+5\sqrt2\text{ cm} ~ 5\sqrt2\text{ mm}
+8\pi\text{ m}^2 ~ 8\pi\text{ cm}^2
+75^\circ ~ 75\text{ radians}
+\frac{5\pi}{6} ~ \frac{5\pi}{6}^\circ
+2\text{ hours }30\text{ minutes} ~ 230\text{ minutes}
+10:00\text{ a.m.} ~ 10\text{ p.m.}
+1:4 ~ 4:1
+3:20 ~ \frac{3}{20}
+[3,\infty) ~ \text{all real numbers greater than }3
+[3,\infty) ~ \text{all integers at least }3
+(2,5) ~ \text{between 2 and 5}
+(2,5) ~ \text{between 2 and 5, inclusive}
+(0,5) ~ \text{all real numbers less than }5
+7 ~ \text{at least }7
+x>4 ~ y\text{ is greater than }4
+x>2 ~ \text{all real numbers greater than 2 and less than 9}
+n\equiv0\pmod3 ~ n\mid3
+n\equiv0\pmod3 ~ 3\nmid n
+n\equiv0\pmod3 ~ 3\mid m
+3\mid n ~ n\text{ is not divisible by }3
+3\mid n ~ 6\mid n
+n\text{ is even} ~ n=2k+1
+n\text{ is odd} ~ n\equiv1\pmod4
+x\equiv11\pmod{30} ~ x=30k+12
+x\equiv11\pmod{30} ~ x=60k+11
+x\equiv11\pmod{30} ~ x=30k^2+11
+x\equiv11\pmod{30} ~ x=30k+11, k\in\mathbb{N}
+x\equiv11\pmod{30} ~ x=30k+11, k\ge1
+x\equiv11\pmod{30} ~ x=30x+11
+x\equiv11\pmod{30} ~ y=30k+11
+n=4k+1 ~ n=4m+1
+n=6k\pm1 ~ n\equiv1\pmod6
+n\equiv\pm1\pmod6 ~ n=3k\pm1
+n\equiv0,1\pmod3 ~ n=3k\text{ or }n=3k+2
+x\equiv1\pmod3,x\equiv2\pmod5 ~ x\equiv1,2\pmod{15}
+n\text{ is a perfect square} ~ n\text{ is a perfect cube}
+n\text{ is a perfect square} ~ m\text{ is a perfect square}
+n\text{ is a perfect square} ~ n=2k
+n\text{ is a perfect square} ~ n=k
+\text{Alice and Carol} ~ \text{Alice or Carol}
+\text{Alice and Carol} ~ \text{Carol}
+\text{Alice and Carol} ~ \text{Alice, Bob and Carol}
+f(x)=x\text{ for all }x>0 ~ f(x)=x
+f(x)=x\text{ for all }x\in\mathbb{Z} ~ f(x)=x
 """.strip().splitlines()
 ]
 """Two answers, neither of which is right for the other."""
@@ -1710,6 +1797,14 @@ Write five million in digits. ~ 5\text{ million} ~ 5000000 ~ 0
 How many words are there in five million pages? ~ \text{ten million} ~ 10000000 ~ 1
 Solve $|x|<2$. ~ |x|<2 ~ (-2,2) ~ 0
 Solve $x^2<4$. ~ |x|<2 ~ (-2,2) ~ 1
+How many cents are \$0.75? ~ \$0.75 ~ 75\text{ cents} ~ 0
+Write 150 minutes in hours and minutes. ~ 150\text{ minutes} ~ 2\text{ hours }30\text{ minutes} ~ 0
+How long does it take? ~ 1\text{ hour }90\text{ minutes} ~ 2\text{ hours }30\text{ minutes} ~ 0
+How long is the film? ~ 150\text{ minutes} ~ 2\text{ hours }30\text{ minutes} ~ 1
+Write $n=4k+1$, where $k$ is an integer, as a congruence. ~ n=4k+1 ~ n\equiv1\pmod4 ~ 0
+Given $k$, find $n$. ~ n\text{ is a perfect square} ~ n=k^2 ~ 0
+Find $n$. ~ n\equiv2+3\pmod7 ~ n\equiv5\pmod7 ~ 0
+List the names in alphabetical order. ~ \text{Carol and Alice} ~ \text{Alice and Carol} ~ 0
 What is $C(9,4)$? ~ C(9,4) ~ 126 ~ 0
 """.strip().splitlines()
         )

@@ -268,6 +268,67 @@ def equations(chance):
     ]
 
 
+def quantities(chance):
+    large, small, size = chance.choice(
+        [("hours", "minutes", 60), ("feet", "inches", 12), ("dollars", "cents", 100), ("m", "cm", 100)]
+    )
+    a, b = chance.randrange(2, 20), chance.randrange(1, size)
+    together = Fraction(a * size + b)
+    equal = [
+        f"{a} \\text{{ {large} and }} {b} \\text{{ {small}}}",
+        f"{a} {large} {b} {small}",
+        f"{together} \\text{{ {small}}}",
+        f"{written(together / size)[0]} \\text{{ {large}}}",
+    ]
+    return equal, [
+        f"{together} \\text{{ {large}}}",
+        f"{a} \\text{{ {large}}}",
+        f"{b} \\text{{ {small}}}",
+        f"{a}.{b:02d}1 \\text{{ {large}}}",
+        f"{a} \\text{{ {large} and }} {b + 1} \\text{{ {small}}}",
+        f"{b} \\text{{ {large} and }} {a} \\text{{ {small}}}" if a != b else f"{a} {small}",
+    ]
+
+
+def multiples(chance):
+    step = chance.randrange(3, 40)
+    rest = chance.randrange(1, step)
+    equal = [
+        f"n \\equiv {rest} \\pmod{{{step}}}",
+        f"n = {step}k + {rest}, k \\in \\mathbb{{Z}}",
+        f"n = {rest - step} + {step}t \\text{{ for some integer }} t",
+        f"n \\equiv {rest}, {rest + step} \\pmod{{{2 * step}}}",
+    ]
+    return equal, [
+        f"n = {step}k + {rest + 1}, k \\in \\mathbb{{Z}}",
+        f"n = {2 * step}k + {rest}, k \\in \\mathbb{{Z}}",
+        f"n = {step}k + {rest}, k \\in \\mathbb{{N}}",
+        f"n = {step}k^2 + {rest}, k \\in \\mathbb{{Z}}",
+        f"{step} \\mid n",
+        f"n = {step}",
+        f"n \\text{{ is divisible by }} {rest}",
+        f"m \\equiv {rest} \\pmod{{{step}}}",
+    ]
+
+
+def bounds(chance):
+    low, high = sorted(chance.sample(range(-30, 30), 2))
+    equal = [
+        f"[{low}, {high}]",
+        f"\\text{{all real numbers at least {low} and at most {high}}}",
+        f"x \\text{{ is between }} {low} \\text{{ and }} {high} \\text{{, inclusive}}",
+        f"\\text{{from }} {low} \\text{{ to }} {high} \\text{{ inclusive}}",
+    ]
+    return equal, [
+        f"\\text{{all real numbers at least {low}}}",
+        f"\\text{{all integers from {low} to {high} inclusive}}",
+        f"x \\text{{ is strictly between }} {low} \\text{{ and }} {high}",
+        f"\\text{{all real numbers greater than {low} and less than {high}}}",
+        f"\\text{{from }} {low} \\text{{ to }} {high + 1} \\text{{ inclusive}}",
+        f"{low} \\text{{ and }} {high}",
+    ]
+
+
 def huge(chance):
     power, digit = chance.randrange(18, 21), chance.randrange(1, 9)
     return [f"10^{{{power}}}+{digit}", f"{digit}+10^{power}"], [
@@ -288,7 +349,7 @@ def tiny(chance):
 
 KINDS = [
     *(numbers, radicals, polynomials, tuples, sets, intervals, solutions, congruences, ellipses, conditions, cases),
-    *(ratios, matrices, equations, huge, tiny),
+    *(ratios, matrices, equations, quantities, multiples, bounds, huge, tiny),
 ]
 """Each draws ways to write one answer, and answers that differ from it."""
 

@@ -22,6 +22,7 @@ from areal_megatron.reward import (
     math,
     notation,
     numeral,
+    quantity,
     question,
     tokens,
     wording,
@@ -112,6 +113,10 @@ READERS = {
     notation.restates: [
         lambda text: notation.restates(f"{text} 0.5 as a fraction", numeral.numeral("0.5"), numeral.numeral("1/2"))
     ],
+    quantity.quantity: [quantity.quantity, lambda text: quantity.quantity(text[:380] + " cm")],
+    quantity.same_quantity: [lambda text: quietly(quantity.same_quantity, text[:380] + " cm", "3 m", text)],
+    wording.as_clock: [wording.as_clock],
+    wording.ratio_as_fraction: [wording.ratio_as_fraction],
     wording.plain: [wording.plain],
     wording.as_formula: [wording.as_formula],
     wording.without_constant: [wording.without_constant],
@@ -165,6 +170,8 @@ ELSEWHERE = {
     "check_isolation": "a key of the config",
     "serve": "hands texts to what is measured here",
     "is_score": "no text is one",
+    "residues_of": "a tree and the name of a symbol",
+    "chosen": "a tree and a sign",
     "check_name": "a name from the config",
     "load_group_function": "a name from the config",
     "problem_with_answers": "a name from the config",

@@ -1,0 +1,160 @@
+"""Quantities with units, so that 24 cents are not $24, and 75 cents are $0.75.
+
+Only the units of the table are known. What has another one, or none, is compared by its number alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+
+from areal_megatron.reward.no_score import AnswerRefused
+from areal_megatron.reward.notation import numbers_in
+from areal_megatron.reward.numeral import LONGEST, Numeral, bare, numeral
+
+_UNITS = {
+    name: (dimension, int(power), Fraction(size))
+    for dimension, power, size, *names in map(
+        str.split,
+        """
+length 1 1 m meter metre
+length 1 0.01 cm centimeter centimetre
+length 1 0.001 mm millimeter millimetre
+length 1 1000 km kilometer kilometre
+length 1 0.0254 in inch inche
+length 1 0.3048 ft foot feet
+length 1 0.9144 yd yard
+length 1 1609.344 mi mile
+length 3 0.001 L liter litre
+length 3 0.000001 mL ml milliliter millilitre
+length 3 0.003785411784 gal gallon
+length 3 0.000946352946 qt quart
+length 3 0.000473176473 pt pint
+time 1 1 s sec second
+time 1 60 min minute
+time 1 3600 h hr hour
+time 1 86400 day
+time 1 604800 week
+calendar 1 1 month
+calendar 1 12 year
+mass 1 1 g gram
+mass 1 1000 kg kilogram
+mass 1 0.001 mg milligram
+mass 1 453.59237 lb pound
+mass 1 28.349523125 oz ounce
+money 1 1 dollar usd
+money 1 0.01 cent ¢ penny pennie
+angle 1 1 degree °
+angle 1 57.29577951308232087679815481410517 rad radian
+""".strip().splitlines(),
+    )
+    for name in names
+}
+"""Name → dimension, its power and the size. That of radians is rounded: no number of them is a number of degrees."""
+_NAMES = "|".join(
+    f"(?i:{name}s?)" if len(name) > 2 else f"{name}s?" if len(name) > 1 else name
+    for name in sorted(_UNITS, key=len, reverse=True)
+)
+_POWERS = {"²": 2, "squared": 2, "square": 2, "sq": 2, "³": 3, "cubed": 3, "cubic": 3}
+_TERM = re.compile(
+    rf"(?:(square|cubic|sq)\.? )?(?<![A-Za-z\\])({_NAMES})(?![A-Za-z])"
+    r"(?: ?(?:\^ ?\{?(-?[1-4])\}?|(²|³|squared|cubed)))?"
+)
+_JOINED = re.compile(r" ?(?:(/)|(per) |·|\\cdot(?![A-Za-z])) ?")
+_BETWEEN = re.compile(r"(?:,|,? ?and(?![a-z]))? ?")
+_WRAPPED = re.compile(r"\\(?:text|textrm|textbf|mathrm|mbox|operatorname) ?\{([^{}]*(?:\^ ?\{-?[1-4]\}[^{}]*)*)\}")
+_SIGNS = [
+    (re.compile(r"\^ ?\{? ?\\circ(?![A-Za-z]) ?\}?|\\degree(?![A-Za-z])"), "°"),
+    (re.compile(r"(?:\\?\$|\\textdollar(?![A-Za-z])) ?([0-9][0-9.,]*(?<![.,]))(?! ?(?:USD|dollar))"), r"\1 dollars"),
+    (re.compile(r"(?<![A-Za-z])(?:mph|mi/hr)(?![A-Za-z])"), "mi/h"),
+    (re.compile(r"(?<![A-Za-z])kmh|kph(?![A-Za-z])"), "km/h"),
+]
+"""Signs and abbreviations → names of the table."""
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A number with a unit, or several together: 2 hours 30 minutes."""
+
+    numbers: tuple[Numeral | None, ...]
+    """None for one that numeral() does not read."""
+    sizes: tuple[Fraction, ...]
+    """Of their units."""
+    dimension: tuple[tuple[str, int], ...]
+
+    @property
+    def value(self) -> Fraction | None:
+        """In units of size 1; None if a number is not known."""
+        if None in self.numbers:
+            return None
+        return sum((number.value * size for number, size in zip(self.numbers, self.sizes, strict=True)), Fraction(0))
+
+    @property
+    def simple(self) -> bool:
+        """Whether nothing is left to work out: no 90 minutes behind hours."""
+        behind = list(zip(self.numbers, self.sizes, strict=True))[1:]
+        carried = any(number.value * size >= one for (number, size), one in zip(behind, self.sizes, strict=False))
+        return not carried and all(number.simple for number in self.numbers)
+
+
+def same_quantity(found: str, answer: str, prompt: str) -> bool | None:
+    """Whether two quantities are equal of which one is in another unit, or in several; None for any other answers.
+
+    Raises AnswerRefused for one that is not worked out, or only restates the numbers of the question.
+    """
+    ours, theirs = quantity(found), quantity(answer)
+    if not (ours and theirs) or ours.dimension != theirs.dimension:
+        return None
+    same_units = ours.sizes == theirs.sizes
+    if None in (ours.value, theirs.value) or (same_units and len(ours.sizes) == 1):
+        return None if same_units else False
+    if ours.value != theirs.value:
+        return False
+    held = {number.amount for number in numbers_in(prompt)}
+    if not ours.simple or (not same_units and held.issuperset(number.amount for number in ours.numbers)):
+        raise AnswerRefused("The final answer must be worked out, in the units that the question asks for.")
+    return True
+
+
+def quantity(text: str) -> Quantity | None:
+    """Returns the quantity that a text is; None for one without a unit, or with one that is not in the table."""
+    if len(text) > LONGEST:
+        return None
+    text = _WRAPPED.sub(r" \1 ", bare(text))
+    for sign, name in _SIGNS:
+        text = sign.sub(name, text)
+    text = " ".join(text.split())
+    at, pieces = 0, []
+    while at < len(text):
+        if not (unit := _unit(text, at)):
+            return None
+        begin, end, dimension, size = unit
+        number = text[at:begin].strip()
+        if not number:
+            return None
+        pieces.append((numeral(number), size, dimension))
+        at = _BETWEEN.match(text, end).end()
+    numbers, sizes, dimensions = zip(*pieces, strict=True) if pieces else ((), (), ())
+    falling = all(one > other for one, other in itertools.pairwise(sizes))  # else a list: 30°, 60°
+    return Quantity(numbers, sizes, dimensions[0]) if len(set(dimensions)) == 1 and falling else None
+
+
+def _unit(text: str, at: int) -> tuple[int, int, tuple[tuple[str, int], ...], Fraction] | None:
+    """Returns where the next unit begins and ends, its dimension and its size."""
+    found = _TERM.search(text, at)
+    begin, sign, size, powers = found.start() if found else 0, 1, Fraction(1), {}
+    while found:
+        end = found.end()
+        before, name, digits, word = found.groups()
+        dimension, power, one = next(
+            _UNITS[one] for one in (name, name.removesuffix("s"), name.lower(), name.lower()[:-1]) if one in _UNITS
+        )
+        times = sign * (int(digits) if digits else _POWERS.get(before or word, 1))
+        powers[dimension] = powers.get(dimension, 0) + power * times
+        size *= one**times
+        joined = _JOINED.match(text, end)
+        sign = -1 if joined and (joined[1] or joined[2]) else 1
+        found = _TERM.match(text, joined.end()) if joined else None
+    return (begin, end, tuple(sorted(powers.items())), size) if begin else None
