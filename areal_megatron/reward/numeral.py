@@ -203,8 +203,10 @@ def numeral(text: str) -> Numeral | None:
 
 
 def in_digits(text: str) -> str:
-    """Returns 21000 for "twenty-one thousand", and any other text as it is."""
+    """Returns 21000 for "twenty-one thousand", and any other text as it is, or if it is longer than LONGEST."""
     text, total, part = bare(text), 0, 0
+    if len(text) > LONGEST:
+        return text
     for word in re.split("[ -]+", text.lower()) if text[:1].isalpha() else ():
         value = _SPELLED.get(word)
         if value is not None and part % 10 ** len(str(value)) == 0:

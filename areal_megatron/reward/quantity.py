@@ -81,7 +81,7 @@ class Quantity:
     numbers: tuple[Numeral | None, ...]
     """None for one that numeral() does not read."""
     sizes: tuple[Fraction, ...]
-    """Of their units."""
+    """What each of their units is in units of size 1."""
     dimension: tuple[tuple[str, int], ...]
 
     @property
