@@ -11,7 +11,7 @@ import pytest
 from areal_megatron.observe.metrics import read_metrics
 from areal_megatron.run.folder import Run
 from tests.conftest import ROOT
-from tools.chaos import FAULTS
+from tests.support.chaos import FAULTS
 
 UPDATES = 800
 
@@ -55,7 +55,19 @@ def test_a_hundred_faults_change_nothing_that_is_learned(tmp_path, world):
     start = ["--start", "configs/tiny_cpu.yaml", *overrides(world, model, 1)]
     start.append("reward.function=http://127.0.0.1:4712/")
     service = f"--service={sys.executable} -m tests.support.reward_service 4712"
-    run("tools/chaos.py", disturbed, "--faults", 100, "--seed", 1, "--to-its-end", service, *start, timeout_s=3 * 3600)
+    run(
+        "-m",
+        "tests.support.chaos",
+        disturbed,
+        "--faults",
+        100,
+        "--seed",
+        1,
+        "--to-its-end",
+        service,
+        *start,
+        timeout_s=3 * 3600,
+    )
     faults = [json.loads(line) for line in (disturbed / "chaos.jsonl").read_text().splitlines()]
     assert len(faults) == 100 and {fault["kind"] for fault in faults} == set(FAULTS)
     quiet = []

@@ -1,4 +1,4 @@
-"""The machine of its own in which tools/chaos.py disturbs a run: its disk, network and clocks do fail, and return."""
+"""The machine of its own in which tests/support/chaos.py disturbs a run: its disk, network and clocks do fail, and return."""
 
 import json
 import subprocess
@@ -10,7 +10,7 @@ from tests.conftest import ROOT
 
 PROBE = """
 import errno, json, pathlib, socket, subprocess, sys, time
-from tools import chaos_world
+from tests.support import chaos_world
 chaos_world.enter()
 found = {}
 with chaos_world.World(pathlib.Path(sys.argv[1]), disk_mb=8) as world:

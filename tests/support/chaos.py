@@ -1,7 +1,7 @@
 """Disturbs a real run in every way that it has to survive, in random order, and then audits it.
 
-    python tools/chaos.py runs/NAME --minutes 20 --seed 1
-    python tools/chaos.py runs/NAME --faults 100 --seed 1 --start configs/tiny_cpu.yaml key=value …
+    python -m tests.support.chaos runs/NAME --minutes 20 --seed 1
+    python -m tests.support.chaos runs/NAME --faults 100 --seed 1 --start configs/tiny_cpu.yaml key=value …
 
 The first form disturbs a run of this machine that somebody has started, and leaves it running. The second one begins
 the run, or resumes it, in namespaces of its own (chaos_world.py), where the disk, the network and the clocks can fail
@@ -37,10 +37,10 @@ from areal_megatron.observe.metrics import read_metrics
 from areal_megatron.process.shown import speak_utf8
 from areal_megatron.programs.audit import audit
 from areal_megatron.run.folder import CONTROLLER, Run, RunError, is_engine
-from tools import chaos_world
-from tools.chaos_world import INTERFACE, World
+from tests.support import chaos_world
+from tests.support.chaos_world import INTERFACE, World
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent.parent
 LAUNCHER = "launcher"
 STOP_S = (5.0, 60.0)
 """How long a process is stopped, or a machine cut off."""
