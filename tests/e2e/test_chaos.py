@@ -52,22 +52,10 @@ def test_a_hundred_faults_change_nothing_that_is_learned(tmp_path, world):
     sft = [f"model.path={world / 'model'}", f"data.train={world / 'sft.jsonl'}", f"runs_dir={tmp_path}", "name=sft"]
     run("-m", "areal_megatron.launch.local", "configs/tiny_sft.yaml", *sft, timeout_s=900)
     model, disturbed = tmp_path / "sft" / "hf", tmp_path / "disturbed"
-    start = ["--start", "configs/tiny_cpu.yaml", *overrides(world, model, 1)]
+    start = ["configs/tiny_cpu.yaml", *overrides(world, model, 1)]
     start.append("reward.function=http://127.0.0.1:4712/")
     service = f"--service={sys.executable} -m tests.support.reward_service 4712"
-    run(
-        "-m",
-        "tests.support.chaos",
-        disturbed,
-        "--faults",
-        100,
-        "--seed",
-        1,
-        "--to-its-end",
-        service,
-        *start,
-        timeout_s=3 * 3600,
-    )
+    run("-m", "tests.support.chaos", disturbed, "--faults=100", "--seed=1", service, *start, timeout_s=3 * 3600)
     faults = [json.loads(line) for line in (disturbed / "chaos.jsonl").read_text().splitlines()]
     assert len(faults) == 100 and {fault["kind"] for fault in faults} == set(FAULTS)
     quiet = []

@@ -1,11 +1,9 @@
 """Disturbs a real run in every way that it has to survive, in random order, and then audits it.
 
-    python -m tests.support.chaos runs/NAME --minutes 20 --seed 1
-    python -m tests.support.chaos runs/NAME --faults 100 --seed 1 --start configs/tiny_cpu.yaml key=value …
+    python -m tests.support.chaos runs/NAME --faults 100 --seed 1 configs/tiny_cpu.yaml key=value …
 
-The first form disturbs a run of this machine that somebody has started, and leaves it running. The second one begins
-the run, or resumes it, in namespaces of its own (chaos_world.py), where the disk, the network and the clocks can fail
-too; it starts the run again by the same command whenever it has ended and can be resumed, and stops it at the end.
+The run begins in namespaces of its own (chaos_world.py), where the disk, the network and the clocks can fail too. It is
+started again by the same command whenever it has ended and can be resumed, and goes on to its end after the last fault.
 
 A line for each fault says how long it took until a batch was trained again; RUN/chaos.jsonl keeps them. Exit code 0:
 the run survived everything and the audit is clean; 1: it did not; 2: wrong input.
@@ -66,21 +64,14 @@ class Ended(Exception):
 
 
 class Victim:
-    """A run, and what can be done to it.
+    """A run, and what can be done to it; `command` starts or resumes it."""
 
-    Without a world it is somebody else's run of this machine; with one, `command` starts or resumes it.
-    """
-
-    def __init__(
-        self, run: Run, world: World | None = None, command: list[str] | None = None, service: list[str] | None = None
-    ):
-        self.run, self.world, self.command, self._service_command = run, world, command or [], service or []
+    def __init__(self, world: World, command: list[str], service: list[str]):
+        self.run, self.world, self.command, self._service_command = Run(world.folder), world, command, service
         self._service: subprocess.Popen | None = None
         self._launcher: subprocess.Popen | None = None
-        self._found: psutil.Process | None = None
         self._adding: subprocess.Popen | None = None
-        place = world.disk if world else run.folder.parent
-        self.output, self._added_output = place / "launcher.out", place / "engines.out"
+        self.output, self._added_output = world.disk / "launcher.out", world.disk / "engines.out"
 
     def start(self) -> None:
         """Starts or resumes the run, and the service of its rewards if that does not run."""
@@ -90,12 +81,9 @@ class Victim:
 
     def keep_alive(self) -> None:
         """Resumes the run if its launcher has ended. Raises Ended if all is done, NotSurvived if it cannot resume."""
-        if not self.command:
-            if self.launcher() is None:
-                raise NotSurvived(f"nobody runs {self.run.folder} any more")
-        elif (code := self._launcher.poll()) == 0:
+        if (code := self._launcher.poll()) == 0:
             raise Ended
-        elif code in _RESUMABLE:
+        if code in _RESUMABLE:
             self.start()
         elif code is not None:
             last = self.output.read_text(encoding="utf-8").splitlines()[-1:]
@@ -115,11 +103,7 @@ class Victim:
         return sum(line["kind"] == "update" for line in read_metrics(self.run)) if self.run.metrics.exists() else 0
 
     def launcher(self) -> psutil.Process | None:
-        if self.command:
-            return psutil.Process(self._launcher.pid) if self._launcher.poll() is None else None
-        if self._found is None and (controller := self.process(CONTROLLER)):
-            self._found = controller.parent()  # it outlives its controllers
-        return self._found if self._found and self._found.is_running() else None
+        return psutil.Process(self._launcher.pid) if self._launcher.poll() is None else None
 
     def process(self, name: str) -> psutil.Process | None:
         """Returns the process of the run with this name, None if it has none now."""
@@ -195,12 +179,11 @@ class Victim:
         self._launcher.wait(60)  # psutil would take its exit code
 
     def add_engine(self) -> None:
-        """Starts one more engine, on the second machine if there is one."""
-        python = [*self.world.far(), self.world.python] if self.world else [sys.executable]
+        """Starts one more engine, on the second machine."""
         self._added_output.unlink(missing_ok=True)
-        command = [*python, "-m", "areal_megatron.launch.engines", "add", str(self.run.folder), "--count=1"]
-        command += [f"--python=rollout={self.world.python}"] if self.world else []
-        self._adding = _begin(command, self._added_output)
+        python, module = [*self.world.far(), self.world.python], ["-m", "areal_megatron.launch.engines"]
+        own = ["add", str(self.run.folder), "--count=1", f"--python=rollout={self.world.python}"]
+        self._adding = _begin([*python, *module, *own], self._added_output)
 
     def added(self) -> str | None:
         """Returns the name of the engine that was added; None if there is none, or none any more."""
@@ -217,16 +200,8 @@ class Victim:
                 process.wait(120)
             process.kill()
 
-    def finish(self, *, by_itself: bool) -> None:
-        """Waits until the run ends, after it was asked to save a checkpoint and stop unless it is to end by itself.
-
-        Raises NotSurvived if it does not.
-        """
-        if not by_itself:
-            self.run.stop.touch()
-            if (code := self._launcher.wait(_RECOVERY_S)) not in (0, 75):
-                raise NotSurvived(f"asked to stop, the launcher ended with exit code {code}; see {self.output}")
-            return
+    def finish(self) -> None:
+        """Waits until the run ends. Raises NotSurvived if it does not."""
         with contextlib.suppress(Ended):
             while True:
                 self.wait_for_batch()
@@ -239,8 +214,6 @@ def kill(victim: Victim, role: str, rng: random.Random) -> str:
 
 
 def kill_launcher(victim: Victim, rng: random.Random) -> str:
-    if not victim.command:
-        raise NotNow
     kill(victim, LAUNCHER, rng)
     return "its guardian ends the run; it is started again"
 
@@ -277,7 +250,7 @@ def stop(victim: Victim, rng: random.Random) -> str:
 
 
 def set_clock(victim: Victim, rng: random.Random) -> str:
-    if not (victim.world and victim.world.has_clocks):
+    if not victim.world.has_clocks:
         raise NotNow
     (name, process), ahead_s = victim.anyone(rng), rng.choice((-_CLOCK_S, _CLOCK_S))
     victim.world.set_clock(process.pid, ahead_s)
@@ -285,8 +258,6 @@ def set_clock(victim: Victim, rng: random.Random) -> str:
 
 
 def fill_disk(victim: Victim, rng: random.Random) -> str:
-    if not victim.world:
-        raise NotNow
     seconds = rng.uniform(*GONE_S)
     with victim.world.full_disk():
         time.sleep(seconds)
@@ -295,8 +266,6 @@ def fill_disk(victim: Victim, rng: random.Random) -> str:
 
 def tear_lines(victim: Victim, rng: random.Random) -> str:
     """Ends everything at once and leaves half a line at the end of every record, as a loss of power does."""
-    if not victim.command:
-        raise NotNow
     victim.kill_all()
     torn = 0
     for path in sorted(victim.run.folder.rglob("*.jsonl")):
@@ -308,8 +277,6 @@ def tear_lines(victim: Victim, rng: random.Random) -> str:
 
 
 def start_twice(victim: Victim, rng: random.Random) -> str:
-    if not victim.command:
-        raise NotNow
     begun = time.monotonic()
     done = subprocess.run(
         victim.command,
@@ -327,7 +294,7 @@ def start_twice(victim: Victim, rng: random.Random) -> str:
 
 
 def cut_network(victim: Victim, rng: random.Random) -> str:
-    if not victim.world or not (name := victim.added()):
+    if not (name := victim.added()):
         raise NotNow
     seconds = rng.uniform(*STOP_S)
     with victim.world.no_network():
@@ -376,14 +343,11 @@ FAULTS: dict[str, Callable[[Victim, random.Random], str]] = {
 }
 
 
-def disturb(victim: Victim, rng: random.Random, goes_on: Callable[[int], bool]) -> Iterator[dict]:
-    """Makes faults while goes_on(their number so far), each kind as often as the others; yields what came of each.
-
-    Raises NotSurvived.
-    """
+def disturb(victim: Victim, rng: random.Random, faults: int) -> Iterator[dict]:
+    """Makes so many faults, each kind as often as the others, and yields what came of each. Raises NotSurvived."""
     number, kinds = 0, []
     victim.wait_for_batch()
-    while goes_on(number):
+    while number < faults:
         kinds = kinds or rng.sample(list(FAULTS), len(FAULTS))
         kind = kinds.pop()
         time.sleep(rng.uniform(*_PAUSE_S))
@@ -459,57 +423,40 @@ def main() -> int:
     speak_utf8()
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("run", type=Path, help="run folder")
-    parser.add_argument("--minutes", type=float, help="make faults for so long")
-    parser.add_argument("--faults", type=int, help="make so many faults")
+    parser.add_argument("config", help="of the run")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("--faults", type=int, required=True, help="make so many faults")
     parser.add_argument("--seed", type=int, default=1, help="of the kinds, victims, moments and lengths of the faults")
-    parser.add_argument("--disk-mb", type=int, default=512, help="size of the disk, with --start; default: 512")
-    parser.add_argument("--to-its-end", action="store_true", help="with --start: let the run end by itself afterwards")
-    parser.add_argument(
-        "--start", nargs="+", metavar=("CONFIG", "key=value"), help="begin the run with this config, in namespaces"
-    )
-    parser.add_argument(
-        "--service", metavar="COMMAND", default="", help="with --start: a service of rewards that runs beside the run"
-    )
-    options = parser.parse_args()
-    if options.minutes is None and options.faults is None:
-        parser.error("give --minutes, --faults or both")
+    parser.add_argument("--disk-mb", type=int, default=512, help="size of the disk; default: 512")
+    parser.add_argument("--service", metavar="COMMAND", default="", help="of rewards, which runs beside the run")
+    options = parser.parse_intermixed_args()
     folder = options.run.absolute()
-    if options.start and folder.exists():
+    if folder.exists():
         parser.error(f"{folder} exists: choose another name or remove it")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    if not options.start:
-        victim = Victim(Run(folder))
-        if victim.launcher() is None:
-            parser.error(f"{folder} does not run on this machine; --start CONFIG begins it")
-        return _disturb_and_audit(victim, options)
     try:
         chaos_world.enter()
         with World(folder, options.disk_mb) as world:
-            command = _start_command(world, options.start[0], options.start[1:])
-            victim = Victim(Run(world.folder), world, command, shlex.split(options.service))
+            command = _start_command(world, options.config, options.overrides)
+            victim = Victim(world, command, shlex.split(options.service))
             victim.start()
             try:
-                return _disturb_and_audit(victim, options)
+                return _disturb_and_audit(victim, random.Random(options.seed), options.faults)
             finally:
                 victim.end()
     except (OSError, subprocess.CalledProcessError) as e:
-        print(f"error: this machine gives no namespaces for --start: {e}", file=sys.stderr)
+        print(f"error: this machine gives no namespaces for a run: {e}", file=sys.stderr)
         return 2
 
 
-def _disturb_and_audit(victim: Victim, options: argparse.Namespace) -> int:
-    end = time.monotonic() + 60 * (options.minutes or float("inf"))
+def _disturb_and_audit(victim: Victim, rng: random.Random, count: int) -> int:
     faults, problems = [], []
     try:
-        goes_on = lambda number: number < (options.faults or float("inf")) and time.monotonic() < end  # noqa: E731
-        for fault in disturb(victim, random.Random(options.seed), goes_on):
+        for fault in disturb(victim, rng, count):
             faults.append(fault)
-            print(
-                f"{fault['number']:4}  {fault['kind']:<21} {fault['what']}; a batch after {fault['recovery_s']:.1f} s",
-                flush=True,
-            )
-        if victim.command:
-            victim.finish(by_itself=options.to_its_end)
+            said = "{number:4}  {kind:<21} {what}; a batch after {recovery_s:.1f} s".format(**fault)
+            print(said, flush=True)
+        victim.finish()
     except Ended:
         print("the run has done all its updates")
     except NotSurvived as e:
@@ -519,7 +466,7 @@ def _disturb_and_audit(victim: Victim, options: argparse.Namespace) -> int:
         problems += audit(victim.run)
     except ConfigError as e:
         problems.append(str(e))
-    with contextlib.suppress(OSError), (victim.run.folder / "chaos.jsonl").open("a", encoding="utf-8") as file:
+    with (victim.run.folder / "chaos.jsonl").open("a", encoding="utf-8") as file:
         file.writelines(json.dumps(fault) + "\n" for fault in faults)
     for problem in problems:
         print(problem)

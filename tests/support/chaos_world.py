@@ -31,7 +31,7 @@ def enter() -> None:
     if os.environ.get(_INSIDE):
         return
     user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
-    command = ["unshare", *user, "--mount", "--net", sys.executable, *sys.argv]
+    command = ["unshare", *user, "--mount", "--net", sys.executable, *sys.orig_argv[1:]]
     os.execvpe(command[0], command, os.environ | {_INSIDE: "1"})
 
 

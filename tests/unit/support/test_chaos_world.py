@@ -1,4 +1,4 @@
-"""The machine of its own in which tests/support/chaos.py disturbs a run: its disk, network and clocks do fail, and return."""
+"""The machine of its own in which a run is disturbed: its disk, network and clocks do fail, and return."""
 
 import json
 import subprocess
@@ -54,10 +54,8 @@ print(json.dumps(found))
 
 
 def test_disk_network_and_clocks_fail_and_return(tmp_path):
-    (tmp_path / "probe.py").write_text(PROBE)
-    done = subprocess.run(
-        [sys.executable, tmp_path / "probe.py", tmp_path / "run"], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
+    probe = [sys.executable, "-c", PROBE, tmp_path / "run"]
+    done = subprocess.run(probe, cwd=ROOT, capture_output=True, text=True, timeout=60)
     if "unshare" in done.stderr or "mount" in done.stderr:
         pytest.skip(f"no namespaces here: {done.stderr.splitlines()[-1]}")
     assert done.returncode == 0, done.stderr
