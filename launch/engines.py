@@ -34,7 +34,7 @@ from areal_megatron.launch.supervision.orders import start_order
 from areal_megatron.launch.supervision.records import LaunchRecord, Pulse, last_record, read_record, state_of
 from areal_megatron.launch.supervision.supervise import Outcome, interrupt
 from areal_megatron.observe.metrics import read_status
-from areal_megatron.observe.status import EngineState, engines_of
+from areal_megatron.observe.status import EngineState
 from areal_megatron.planning.pools import Process, Slot
 from areal_megatron.process.shown import guard
 from areal_megatron.run.arguments import Parser
@@ -256,7 +256,7 @@ class _Added:
     def _again(self, name: str) -> None:
         """Starts an engine again that has failed, if that may help."""
         failure = Failure.of(self._here.by_name[name], self._ended.pop(name, ""))
-        version, served = read_status(self._run).get("version", 0), name in self._health.served
+        version, served = read_status(self._run).version, name in self._health.served
         failure = replace(failure, repeated=self._failures.repeats(name, failure, version, served))
         print(failure.text, file=sys.stderr, flush=True)
         self._refused |= failure.is_final
@@ -283,7 +283,7 @@ class Reach:
         if now - self._looked < _LOOK_S:
             return []
         self._looked = now
-        reached = {engine.name for engine in engines_of(read_status(self._run)) if not engine.state.gone}
+        reached = {engine.name for engine in read_status(self._run).engines if not engine.state.gone}
         news = []
         for name in sorted(sites.keys() - reached - self._told):
             with suppress(OSError, RunError, ValueError):
@@ -320,7 +320,7 @@ def ask_to_leave(run: Run, engine: str) -> None:
 
 def states_of(run: Run) -> dict[str, EngineState]:
     """Returns the state of each engine, as the controller says."""
-    return {engine.name: engine.state for engine in engines_of(read_status(run))}
+    return {engine.name: engine.state for engine in read_status(run).engines}
 
 
 def slots(config: Config, count: int) -> list[list[int | str]]:

@@ -72,8 +72,8 @@ def _web(run: Run, host: str, port: int) -> int:
 def headlines(run: Run, record: LaunchRecord, state: str, now: float) -> Iterator[str]:
     status = read_status(run)
     start = run.start
-    phase = f", {status['phase']}" if state == "running" and "phase" in status else ""
-    version, updates = status.get("version", start.version), status.get("updates", "?")
+    phase = f", {status.phase}" if state == "running" and status.phase else ""
+    version, updates = (status.version, status.updates) if status.phase else (start.version, "?")
     yield f"{run.folder}: {state}{phase}, version {version} of {updates}"
     if state == "lost":
         silent = _ago(now - record.time)

@@ -39,7 +39,6 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -70,6 +69,7 @@ from areal_megatron.observe.background import close_all
 from areal_megatron.observe.metrics import MetricsWriter, StatusWriter
 from areal_megatron.observe.shown_answers import AnswersWriter
 from areal_megatron.observe.startup import Startup
+from areal_megatron.observe.status import Status
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.process import lateness
 from areal_megatron.process.errors import first_cause
@@ -152,7 +152,6 @@ class Controller:
         self.phase = "starting engines"
         self.startup = Startup(self.start.time)
         self._bye = asyncio.Event()
-        self._last_update: dict[str, Any] = {}
         self._last_update_at = self._started_at = time.monotonic()
         self._late_s = 0.0
         self._tasks: asyncio.TaskGroup | None = None
@@ -257,7 +256,6 @@ class Controller:
         account |= self.environments.account(elapsed)
         late, self._late_s = self._late_s, lateness.attended_time().late_s
         account["controller_late_s"] = self._late_s - late
-        self._last_update = account
         self.metrics.write("update", self.schedule.version, account)
         if self.startup.mark("first_batch"):
             self.metrics.write("start", self.schedule.version, self.startup.figures())
@@ -317,16 +315,15 @@ class Controller:
 
     def _write_status(self) -> None:
         self.status.write(
-            {
-                "phase": self.phase,
-                "version": self.schedule.version,
-                "updates": self.config.updates,
-                "elapsed_s": time.monotonic() - self._started_at,
-                "engines": [msgspec.to_builtins(engine.status) for engine in self.fleet.engines],
-                "buffer_groups": len(self.schedule.finished),
-                "running_groups": len(self.schedule.running),
-                "last": self._last_update,
-            }
+            Status(
+                phase=self.phase,
+                version=self.schedule.version,
+                updates=self.config.updates,
+                elapsed_s=time.monotonic() - self._started_at,
+                engines=[engine.status for engine in self.fleet.engines],
+                buffer_groups=len(self.schedule.finished),
+                running_groups=len(self.schedule.running),
+            )
         )
 
 

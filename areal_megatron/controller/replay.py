@@ -23,6 +23,7 @@ from areal_megatron.models.architecture import read_config
 from areal_megatron.models.flops import SequenceFlops
 from areal_megatron.observe.background import close_all
 from areal_megatron.observe.metrics import MetricsWriter, StatusWriter
+from areal_megatron.observe.status import Status
 from areal_megatron.protocol import (
     Bye,
     CheckpointBegin,
@@ -103,7 +104,7 @@ class Replay:
         if start.incarnation:
             version = start.version if start.checkpoint else -1
             self._metrics.write("resume", version, {"incarnation": start.incarnation})
-        self._started_at, self._last, self._bye = time.monotonic(), {}, asyncio.Event()
+        self._started_at, self._bye = time.monotonic(), asyncio.Event()
         self._saved: Replayed | None = None
 
     async def live(self) -> None:
@@ -152,8 +153,8 @@ class Replay:
         return Ok()
 
     def _trained(self, message: Trained) -> Reply:
-        self._last = self._batches.trained(message)
-        self._metrics.write("update", self._recording.version, self._last)
+        account = self._batches.trained(message)
+        self._metrics.write("update", self._recording.version, account)
         if not self._recording.left and self._batches.number < self.config.updates:
             self._batches.stop()
         return Ok()
@@ -167,12 +168,10 @@ class Replay:
 
     def _write_status(self, phase: str) -> None:
         self._status.write(
-            {
-                "phase": phase,
-                "version": self._recording.version,
-                "updates": self.config.updates,
-                "elapsed_s": time.monotonic() - self._started_at,
-                "engines": [],
-                "last": self._last,
-            }
+            Status(
+                phase=phase,
+                version=self._recording.version,
+                updates=self.config.updates,
+                elapsed_s=time.monotonic() - self._started_at,
+            )
         )

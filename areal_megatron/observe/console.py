@@ -21,7 +21,7 @@ from rich.text import Text
 from areal_megatron.config import Config
 from areal_megatron.observe.advice import Short, advise
 from areal_megatron.observe.metrics import STEPS, MetricsReader, read_status, surviving
-from areal_megatron.observe.status import EngineStatus, engines_of
+from areal_megatron.observe.status import EngineStatus, Status
 from areal_megatron.process.shown import guard, visible
 from areal_megatron.process.terminal import Terminal
 from areal_megatron.run.folder import Run
@@ -105,7 +105,7 @@ class Console:
 
     def _update(self) -> None:
         status = read_status(self._run)
-        phase = status.get("phase", "starting")
+        phase = status.phase or "starting"
         if phase != self._phase:
             self._phase = phase
             self._note(time.time(), phase)
@@ -119,7 +119,7 @@ class Console:
         if self._live:
             self._live.update(self._fitting(status), refresh=True)
 
-    def _fitting(self, status: dict[str, Any]) -> Panel:
+    def _fitting(self, status: Status) -> Panel:
         """Returns the panel with as many of the last events as the terminal is high enough for."""
         for events in range(len(self._events), 0, -1):
             panel = self._panel(status, events)
@@ -205,14 +205,14 @@ class Console:
     def _print(self, when: float, line: str) -> None:
         self._terminal.print(Text(_stamped(when, line)))
 
-    def _panel(self, status: dict[str, Any], events: int) -> Panel:
+    def _panel(self, status: Status, events: int) -> Panel:
         body = [self._progress(), Text()]
         body.append(_facts(self._supervised_facts() if self._config.is_supervised else self._rl_facts(status)))
         if self._config.mode == "rl":
-            body += [Text(), _engine_table(engines_of(status), self._config.rollout.engines)]
+            body += [Text(), _engine_table(status.engines, self._config.rollout.engines)]
         last = visible("\n".join(list(self._events)[len(self._events) - events :]))
         body += [Text(), Text(last, "dim", no_wrap=False, overflow="fold")]
-        elapsed = status.get("elapsed_s")
+        elapsed = status.elapsed_s
         return Panel(
             Group(*body),
             title=Text(self._config.name, "bold").append(f"  {self._phase}", "not bold"),
@@ -237,7 +237,7 @@ class Console:
         )
         return row
 
-    def _rl_facts(self, status: dict[str, Any]) -> dict[str, str]:
+    def _rl_facts(self, status: Status) -> dict[str, str]:
         last = self._steps[-1] if self._steps else {}
         return {
             "accuracy": f"{percent(last.get('accuracy')):<6}  {_trend(self._steps, 'accuracy')}",
@@ -251,8 +251,7 @@ class Console:
             "trained": f"{number(last.get('effective_tokens_per_s'), 0)} tokens/s",
             "idle": f"trainer {percent(last.get('trainer_idle_share'))}, "
             f"engines {percent(last.get('engine_idle_share'))}",
-            "waiting": f"{status.get('buffer_groups', 0)} groups in the buffer, "
-            f"{status.get('running_groups', 0)} being answered",
+            "waiting": f"{status.buffer_groups} groups in the buffer, {status.running_groups} being answered",
         }
 
     def _held_out(self) -> str:

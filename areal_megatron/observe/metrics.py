@@ -23,13 +23,11 @@ from msgspec import Meta
 
 from areal_megatron.config import ConfigError
 from areal_megatron.observe.background import FLUSH_S, AppendedFile, LatestFile, close_all
-from areal_megatron.observe.status import EngineStatus
+from areal_megatron.observe.status import Number, Status
 from areal_megatron.process.files import read_replaced, write_atomically
 from areal_megatron.run.folder import Run
 from areal_megatron.run.json_input import read_record
 
-Number = Annotated[float, Meta(ge=-1e39, le=1e39)]
-"""All that a float32 may be, which no arithmetic of a reader overflows."""
 STEPS = ("update", "sft", "dpo", "reward_model")
 """The kinds of lines that tell of an update: `update` in RL, the mode in supervised runs."""
 
@@ -101,7 +99,7 @@ class StatusWriter:
     def __init__(self, run: Run):
         self._file = LatestFile(run.status, partial(write_status, run))
 
-    def write(self, status: dict[str, Any]) -> None:
+    def write(self, status: Status) -> None:
         """Has the status replaced soon; nobody may change it any more. Raises Replaced as MetricsWriter does."""
         self._file.write(status)
 
@@ -239,32 +237,15 @@ def surviving(records: list[dict[str, Any]], version: int) -> list[dict[str, Any
     return [record for record in records if record["version"] <= version]
 
 
-def write_status(run: Run, status: dict[str, Any]) -> None:
+def write_status(run: Run, status: Status) -> None:
     """Replaces the status that the console shows, atomically and at once. Raises Replaced and OSError."""
     run.look()
-    write_atomically(run.status, json.dumps(_plain(status), allow_nan=False))
+    write_atomically(run.status, msgspec.json.encode(status))
 
 
-class _Status(msgspec.Struct):
-    """What is read of a status."""
-
-    phase: str = ""
-    version: int = 0
-    updates: int = 0
-    elapsed_s: Number = 0.0
-    engines: list[EngineStatus] = []
-    buffer_groups: int = 0
-    running_groups: int = 0
-
-
-def read_status(run: Run, patience_s: float = 1.0) -> dict[str, Any]:
-    """Returns the last status; {} before the first, and if none can be read within patience_s."""
-
-    def decode(content: bytes) -> dict[str, Any]:
-        read_record(content, _Status, run.status)
-        return read_record(content, dict[str, Any], run.status)
-
-    return read_replaced(run.status, decode, patience_s) or {}
+def read_status(run: Run, patience_s: float = 1.0) -> Status:
+    """Returns the last status; an empty one before the first, and if none can be read within patience_s."""
+    return read_replaced(run.status, lambda content: read_record(content, Status, run.status), patience_s) or Status()
 
 
 def _plain(value: Any) -> Any:

@@ -1,11 +1,15 @@
-"""The engines' entries in status.json, which the controller writes, and the console and the launchers read."""
+"""status.json: what a run does at the moment, as its controller writes it and the console and the launchers read it."""
 
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Any
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
+
+Number = Annotated[float, Meta(ge=-1e39, le=1e39)]
+"""All that a float32 may be, which no arithmetic of a reader overflows."""
 
 
 class EngineState(StrEnum):
@@ -51,6 +55,16 @@ class EngineStatus(msgspec.Struct, kw_only=True):
         return self.version >= 0 and not self.state.gone
 
 
-def engines_of(status: dict[str, Any]) -> list[EngineStatus]:
-    """The engines in a status as `read_status` returns it; [] before any serves."""
-    return msgspec.convert(status.get("engines", []), list[EngineStatus])
+class Status(msgspec.Struct, kw_only=True):
+    """What a run does at the moment; before anything is known, the defaults."""
+
+    phase: str = ""
+    version: int = -1
+    """The newest policy version; supervised: the steps done."""
+    updates: int = 0
+    """Which the run is to make."""
+    elapsed_s: Number | None = None
+    """Since its process was started."""
+    engines: list[EngineStatus] = []
+    buffer_groups: int = 0
+    running_groups: int = 0

@@ -11,6 +11,7 @@ from areal_megatron.config import Config
 from areal_megatron.data.drawing import Drawing
 from areal_megatron.data.supervised import SupervisedData, write
 from areal_megatron.observe.metrics import MetricsWriter, StatusWriter
+from areal_megatron.observe.status import Status
 from areal_megatron.protocol import CheckpointDone
 from areal_megatron.run.folder import Run
 from areal_megatron.trainer.parallel import Parallel
@@ -23,7 +24,7 @@ class Progress:
     def __init__(self, config: Config, run: Run, parallel: Parallel, data: SupervisedData):
         self._config, self._run, self._parallel, self._data = config, run, parallel, data
         self._started_at = time.monotonic()
-        self._phase, self._step, self._last = "training", run.start.version, {}
+        self._phase, self._step = "training", run.start.version
         self._drawing: Drawing | None = None
         self._lock = threading.Lock()
         """Guards the metrics: checkpoints are reported by a thread of their own."""
@@ -36,7 +37,7 @@ class Progress:
 
     def trained(self, step: int, values: dict[str, float]) -> None:
         """Records step `step`, counted from 1."""
-        self._step, self._last = step, values
+        self._step = step
         if self._parallel.is_first:
             self._write(self._config.mode, step, values)
             self._show()
@@ -78,12 +79,10 @@ class Progress:
 
     def _show(self) -> None:
         self._status.write(
-            {
-                "phase": self._phase,
-                "version": self._step,
-                "updates": self._config.updates,
-                "elapsed_s": time.monotonic() - self._started_at,
-                "engines": [],
-                "last": self._last,
-            }
+            Status(
+                phase=self._phase,
+                version=self._step,
+                updates=self._config.updates,
+                elapsed_s=time.monotonic() - self._started_at,
+            )
         )

@@ -34,7 +34,7 @@ def write_report(run: Run, out: Path) -> None:
     if overview["state"] == "silent":  # nobody waits for a sign of life
         overview["state"] = ""
     if overview["done"] < overview["updates"]:
-        phase = overview["phase"] or watched.status.get("phase", "unknown")
+        phase = overview["phase"] or watched.status.phase or "unknown"
         incomplete = f"This run is incomplete: {overview['done']} of {overview['updates']} updates, phase “{phase}”. "
         overview["problem"] = f"{incomplete}Its processes' logs are in logs/ of the run folder. {overview['problem']}"
     drawn = watched.drawn()

@@ -82,12 +82,12 @@ class Watched:
             "folder": str(self.run.folder),
             "mode": self.config.mode if self.config else "",
             "state": state,
-            "phase": status.get("phase", "") if state == "running" else "",
-            "version": max(status.get("version", 0), last.get("version", 0)),
+            "phase": status.phase if state == "running" else "",
+            "version": max(status.version, last.get("version", 0)),
             "updates": self.config.updates if self.config else 0,
             "updated": last.get("time"),
             "now": time.time(),
-            "elapsed_s": status.get("elapsed_s"),
+            "elapsed_s": status.elapsed_s,
             "done": self.history.done,
             "facts": self._facts(record) if self.config else [],
             "advice": self._advice() if self.config else "",
@@ -140,7 +140,7 @@ class Watched:
         return {
             "x": "step" if self.config.is_supervised else "policy version",
             "end": self.config.updates,
-            "tables": tables(self.config, self.history, self.status.get("elapsed_s")),
+            "tables": tables(self.config, self.history, self.status.elapsed_s),
             "sections": [
                 {"title": s.title, "text": s.text, "figures": [self._figure(f) for f in s.figures]} for s in shown
             ],

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from areal_megatron.observe.metrics import read_status
-from areal_megatron.observe.status import EngineState, engines_of
+from areal_megatron.observe.status import EngineState
 from areal_megatron.run.folder import Run
 
 _LOOK_S = 5.0
@@ -42,7 +42,7 @@ class Health:
         self._starts[name] += 1
         self.served.discard(name)
         self._before.pop(name, None)
-        self._before |= {e.name: e.losses for e in engines_of(read_status(self._run)) if e.name == name and e.serves}
+        self._before |= {e.name: e.losses for e in read_status(self._run).engines if e.name == name and e.serves}
         if name in self.drained:
             self.drained.remove(name)
             self._back.add(name)
@@ -52,7 +52,7 @@ class Health:
         if time.monotonic() - self._looked < _LOOK_S:
             return {}
         self._looked = time.monotonic()
-        own = [engine for engine in engines_of(read_status(self._run)) if engine.name in self._starts]
+        own = [engine for engine in read_status(self._run).engines if engine.name in self._starts]
         self.served |= {e.name for e in own if e.serves and e.losses != self._before.get(e.name)}
         drained = {engine.name for engine in own if engine.state == EngineState.DRAINED}
         self._back &= drained

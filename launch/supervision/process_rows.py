@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import groupby
-from typing import Any
 
 from areal_megatron.launch.supervision.records import LaunchRecord, ProcessRecord
-from areal_megatron.observe.status import engines_of
+from areal_megatron.observe.status import Status
 
 HEAD = ("process", "node", "slots", "state", "version", "requests", "tokens/s")
 _LISTED = 32
 """The most processes that have a row each; if there are more, neighbours of one pool and state share a row."""
 
 
-def rows(record: LaunchRecord, status: dict[str, Any], every: bool) -> list[tuple[str, ...]]:
-    """Returns the cells of each row, under HEAD. `status` is the contents of status.json; `every`: a row for each
+def rows(record: LaunchRecord, status: Status, every: bool) -> list[tuple[str, ...]]:
+    """Returns the cells of each row, under HEAD. `every`: a row for each
     process."""
-    engines = {engine.name: engine for engine in engines_of(status)}
+    engines = {engine.name: engine for engine in status.engines}
     whole = every or len(record.processes) <= _LISTED
     found = []
     for members in ([p] for p in record.processes) if whole else _alike(record.processes):

@@ -234,10 +234,10 @@ class _Watch:
         """Returns the last version that this incarnation has trained; else the one that it began with."""
         run = self._beginning.run
         version, status = run.start.version, read_status(run)
-        if status:  # the process that writes the metrics has begun, and has left out what is done again
+        if status.phase:  # the process that writes the metrics has begun, and has left out what is done again
             with suppress(OSError, ValueError):
                 trained = [line["version"] for line in read_metrics(run) if line["kind"] in STEPS]
-                version = max(version, status.get("version", version), *trained[-1:])
+                version = max(version, status.version, *trained[-1:])
         return version
 
     def close(self, outcome: Outcome) -> None:
@@ -304,9 +304,9 @@ def _ask_to_stop(beginning: Beginning) -> None:
         print(f"warning: {beginning.run.stop} cannot be written: {e.strerror}; ask again", file=sys.stderr, flush=True)
 
 
-def _phase(beginning: Beginning, patience_s: float = 1.0) -> str | None:
-    """Returns the phase of the run, as the controller reports it; None if that cannot be read within patience_s."""
-    return read_status(beginning.run, patience_s).get("phase")
+def _phase(beginning: Beginning, patience_s: float = 1.0) -> str:
+    """Returns the phase of the run, as the controller reports it; "" if that cannot be read within patience_s."""
+    return read_status(beginning.run, patience_s).phase
 
 
 def _failure(processes: Mapping[str, Child | Remote], hosts: Hosts, left: Collection[str]) -> Child | Remote | None:

@@ -8,6 +8,7 @@ import psutil
 import pytest
 
 from areal_megatron.observe.metrics import read_metrics, read_status
+from areal_megatron.observe.status import EngineState, EngineStatus
 from areal_megatron.programs.audit import audit
 from areal_megatron.run.folder import Run
 from tests.conftest import ROOT
@@ -17,8 +18,10 @@ from tests.support.living import left_over
 ENGINES = [sys.executable, "-m", "areal_megatron.launch.engines"]
 
 
-def engines(run):
-    return {engine["name"]: engine for engine in read_status(run).get("engines", [])}
+def engine(run, name):
+    """What the controller says of an engine; without a version before it says anything."""
+    known = {each.name: each for each in read_status(run).engines}
+    return known.get(name) or EngineStatus(name=name, state=EngineState.STARTING)
 
 
 def refused(*arguments):
@@ -47,15 +50,15 @@ def test_an_engine_joins_and_the_first_one_leaves(local_run, world, tmp_path):
     assert "no engine would be left" in refused("drain", run.folder, "engine-0")
 
     with beside(tmp_path / "added.out", "add", run.folder, "--count", 1) as added:
-        started.wait_for(lambda: engines(run).get("engine-1", {}).get("version", -1) > 0)
+        started.wait_for(lambda: engine(run, "engine-1").version > 0)
         first = psutil.Process(started.pid("engine-0"))
         leaving = [first, *first.children(recursive=True)]
         subprocess.run([*ENGINES, "drain", run.folder, "engine-0"], cwd=ROOT, check=True, timeout=120)
         started.wait_for(lambda: not left_over(leaving, 0.1), 30)
-        reached = read_status(run)["version"]
-        started.wait_for(lambda: read_status(run)["version"] > reached + 2)
-        started.wait_for(lambda: engines(run)["engine-1"]["running"] > 0)
-        assert engines(run)["engine-0"]["state"] == "drained"
+        reached = read_status(run).version
+        started.wait_for(lambda: read_status(run).version > reached + 2)
+        started.wait_for(lambda: engine(run, "engine-1").running > 0)
+        assert engine(run, "engine-0").state == "drained"
         run.stop.touch()
         assert started.wait() == 75, started.output
         assert added.wait(60) == 0
@@ -75,12 +78,12 @@ def test_an_added_engine_serves_the_next_launcher_too(local_run, world, tmp_path
     run = Run(started.folder)
     started.wait_for(lambda: run.metrics.exists() and any(line["kind"] == "update" for line in read_metrics(run)))
     with beside(tmp_path / "added.out", "add", run.folder, "--count", 1) as added:
-        started.wait_for(lambda: engines(run).get("engine-1", {}).get("version", -1) > 0)
+        started.wait_for(lambda: engine(run, "engine-1").version > 0)
         started.process.kill()
         started.process.wait()
         again = local_run("relaunched", *arguments, output="again.out")
-        again.wait_for(lambda: run.incarnation == 1 and engines(run).get("engine-1", {}).get("version", -1) > 0)
-        again.wait_for(lambda: engines(run).get("engine-1", {}).get("running", 0) > 0)
+        again.wait_for(lambda: run.incarnation == 1 and engine(run, "engine-1").version > 0)
+        again.wait_for(lambda: engine(run, "engine-1").running > 0)
         run.stop.touch()
         assert again.wait() == 75, again.output
         assert added.wait(60) == 0

@@ -154,7 +154,7 @@ def test_both_pools_run_on_the_same_slot(local_run, world):
     changes |= {"rollout.max_staleness": 1, "held_out": 300}
     started = local_run("one-slot", *small(world, **changes))
     run = Run(started.folder)
-    started.wait_for(lambda: read_status(run).get("phase") == "final evaluation")
+    started.wait_for(lambda: read_status(run).phase == "final evaluation")
     cores = {name: psutil.Process(started.pid(name)).cpu_affinity() for name in ("trainer-0", "engine-0")}
     held = asyncio.run(engine_checksums(run))
     assert started.wait() == 0, started.output
@@ -176,7 +176,7 @@ def test_experts_train_in_the_layout_of_the_235b_run(local_run, world, of_family
     changes |= {"model.path": model, "rollout.tp": 2, "machine.slots": 6, "rollout.max_staleness": 1, "held_out": 200}
     started = local_run("experts", *small(world, **changes))
     run = Run(started.folder)
-    started.wait_for(lambda: read_status(run).get("phase") == "final evaluation")
+    started.wait_for(lambda: read_status(run).phase == "final evaluation")
     held = asyncio.run(engine_checksums(run))
     assert started.wait() == 0, started.output
     assert held == expected_checksums(load_file(run.hf / "model.safetensors"), read_config(run.hf), tp=2)
@@ -238,7 +238,7 @@ def test_a_run_leaves_what_it_promises_and_nothing_else(local_run, world):
         ),
     )
     run = Run(started.folder)
-    started.wait_for(lambda: read_status(run).get("phase") == "final evaluation")
+    started.wait_for(lambda: read_status(run).phase == "final evaluation")
     members = started.members()
     assert len(members) > 8
     held = asyncio.run(engine_checksums(run))

@@ -11,7 +11,7 @@ from areal_megatron.observe.metrics import read_metrics, read_status
 from areal_megatron.programs.audit import audit
 from areal_megatron.run.folder import Run
 from tests.conftest import ROOT
-from tests.e2e.test_elastic import ENGINES, engines
+from tests.e2e.test_elastic import ENGINES, engine
 from tests.e2e.test_run import small
 from tests.support.living import command_of
 from tests.support.slow_link import NoNamespaces, slow_link
@@ -47,7 +47,7 @@ def added(run, sites, output):
 
 
 def version_of(run, name):
-    return engines(run).get(name, {}).get("version", -1)
+    return engine(run, name).version
 
 
 def trains(run):
@@ -74,14 +74,14 @@ def test_an_engine_at_another_site_is_killed_and_comes_back(local_run, world, tm
         started.wait_for(lambda: version_of(run, "engine-1") > 0)
         assert run.endpoint("engine-1").startswith(f"https://{sites.far.address}:")
         drain_the_near_one(run)
-        reached = read_status(run)["version"]
-        started.wait_for(lambda: read_status(run)["version"] > reached + 2)
+        reached = read_status(run).version
+        started.wait_for(lambda: read_status(run).version > reached + 2)
         below = psutil.Process(adding.pid).children(recursive=True)
         next(p for p in below if "areal_megatron.engine.serving" in command_of(p)).kill()
-        started.wait_for(lambda: engines(run)["engine-1"]["losses"] == 1)
+        started.wait_for(lambda: engine(run, "engine-1").losses == 1)
         started.wait_for(lambda: version_of(run, "engine-1") > reached + 2)
-        again = read_status(run)["version"]
-        started.wait_for(lambda: read_status(run)["version"] > again + 2)
+        again = read_status(run).version
+        started.wait_for(lambda: read_status(run).version > again + 2)
         run.stop.touch()
         assert started.wait() == 75, started.output
     assert_bounded(run)
@@ -96,10 +96,10 @@ def test_a_site_that_is_cut_off_comes_back(local_run, world, tmp_path, sites):
     with added(run, sites, tmp_path / "added.out"):
         started.wait_for(lambda: version_of(run, "engine-1") > 0)
         with sites.near.cut_off():
-            before = read_status(run)["version"]
+            before = read_status(run).version
             time.sleep(60)
-        assert read_status(run)["version"] > before + 2
-        reached = read_status(run)["version"]
+        assert read_status(run).version > before + 2
+        reached = read_status(run).version
         started.wait_for(lambda: version_of(run, "engine-1") > reached)
         run.stop.touch()
         assert started.wait() == 75, started.output
@@ -122,7 +122,7 @@ def test_another_launcher_has_other_credentials(local_run, world, tmp_path, site
         again.wait_for(lambda: run.incarnation == 1 and version_of(run, "engine-1") > 0)
         assert run.credentials.path.read_bytes() != before
         drain_the_near_one(run)
-        again.wait_for(lambda: engines(run).get("engine-1", {}).get("running", 0) > 0)
+        again.wait_for(lambda: engine(run, "engine-1").running > 0)
         run.stop.touch()
         assert again.wait() == 75, again.output
     assert_bounded(run)

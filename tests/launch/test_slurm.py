@@ -18,6 +18,7 @@ from areal_megatron.launch import submit as submitting
 from areal_megatron.launch.supervision.orders import NodeHello
 from areal_megatron.launch.supervision.records import read_record
 from areal_megatron.observe.metrics import read_metrics, read_status
+from areal_megatron.observe.status import EngineStatus
 from areal_megatron.programs.audit import audit
 from areal_megatron.run.folder import Run
 from areal_megatron.run.network import check_network
@@ -98,8 +99,8 @@ def trained(run: Run) -> int:
     return sum(line["kind"] == "update" for line in read_metrics(run)) if run.metrics.exists() else 0
 
 
-def engines(run: Run) -> list[dict]:
-    return read_status(run).get("engines", [])
+def engines(run: Run) -> list[EngineStatus]:
+    return read_status(run).engines
 
 
 def pid(cluster: Cluster, part: str) -> int:
@@ -228,10 +229,8 @@ def test_a_job_that_loses_a_node_of_engines_goes_on_without_it(cluster, submit, 
     eventually(lambda: "the run continues without engine-1" in cluster.output(job), 150, lambda: cluster.output(job))
     reached = trained(run)
     more = cluster.submit(Path("slurm/add_engines.sh"), "--time=60", arguments=[str(run.folder), "--count=1"])
-    eventually(
-        lambda: len(engines(run)) == 3 and engines(run)[2]["version"] > reached, 120, lambda: cluster.output(more)
-    )
-    assert run.incarnation == 0 and [engine["state"] == "lost" for engine in engines(run)] == [False, True, False]
+    eventually(lambda: len(engines(run)) == 3 and engines(run)[2].version > reached, 120, lambda: cluster.output(more))
+    assert run.incarnation == 0 and [engine.state == "lost" for engine in engines(run)] == [False, True, False]
     assert cluster.state(job) == "RUNNING"
     cluster.run("scancel", job)
     assert cluster.wait(job) == "CANCELLED"
@@ -261,7 +260,7 @@ def test_a_heterogeneous_job_that_is_cancelled_leaves_nothing(cluster, submit, t
     part, reached = psutil.Process(pid(cluster, "--headless")), trained(run)
     assert part.environ()["SLURMD_NODENAME"] == "node3"
     part.kill()
-    eventually(lambda: engines(run)[0]["losses"] == 1, 60, lambda: cluster.output(job))
+    eventually(lambda: engines(run)[0].losses == 1, 60, lambda: cluster.output(job))
     eventually(lambda: trained(run) >= reached + 4, 200, lambda: cluster.output(job))
     assert "engine-0.1 was killed by SIGKILL" in cluster.output(job) and run.incarnation == 0
     traces.watch(of_jobs(cluster))

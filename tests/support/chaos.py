@@ -466,7 +466,7 @@ def _disturb_and_audit(victim: Victim, rng: random.Random, count: int) -> int:
         problems += audit(victim.run)
     except ConfigError as e:
         problems.append(str(e))
-    with (victim.run.folder / "chaos.jsonl").open("a", encoding="utf-8") as file:
+    with contextlib.suppress(OSError), (victim.run.folder / "chaos.jsonl").open("a", encoding="utf-8") as file:
         file.writelines(json.dumps(fault) + "\n" for fault in faults)
     for problem in problems:
         print(problem)

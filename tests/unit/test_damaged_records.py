@@ -27,6 +27,7 @@ from areal_megatron.launch.supervision.processes import Log
 from areal_megatron.launch.supervision.records import Recorder
 from areal_megatron.observe.metrics import MetricsWriter, read_status, write_status
 from areal_megatron.observe.spans import merge
+from areal_megatron.observe.status import EngineStatus, Status
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.planning.pools import Node, Placement, Process, Slot
 from areal_megatron.process.files import read_replaced
@@ -96,8 +97,8 @@ def run(tmp_path_factory, model):  # noqa: F811
     metrics.write("resume", 3, {"incarnation": 1})
     metrics.write("update", 4, update(4))
     metrics.close()
-    engine = {"name": "engine-0", "state": "ready", "version": 4, "running": 3, "losses": 0, "tokens_per_s": 9.0}
-    write_status(run, {"phase": "training", "version": 4, "updates": 50, "elapsed_s": 9.0, "engines": [engine]})
+    engine = EngineStatus(name="engine-0", state="ready", version=4, running=3, tokens_per_s=9.0)
+    write_status(run, Status(phase="training", version=4, updates=50, elapsed_s=9.0, engines=[engine]))
     timeline = Timeline(run.timeline("trainer-0"), "trainer-0")
     for name in ("train", "publish"):
         timeline.event(name, 10**18, 10**18 + 10**9, tokens=9)

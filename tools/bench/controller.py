@@ -196,7 +196,7 @@ def measure(folder: Path, asked: Load, seconds: float) -> dict[str, float]:
         trainer = threading.Thread(target=train, args=(run, (folder / "over").exists), daemon=True)
         trainer.start()
         deadline, steady = time.monotonic() + 120 + 10 * asked.answer_s, 2 + asked.in_flight // asked.batch
-        while not (status := read_status(run)) or status["version"] < steady:
+        while read_status(run).version < steady:
             if time.monotonic() > deadline or processes[-1].poll() is not None:
                 raise SystemExit(f"error: the controller did not reach a steady state; its folder: {folder}")
             time.sleep(0.2)

@@ -63,7 +63,7 @@ said["code"] = controller.wait(60)
 engine.close()
 said["updates"] = [line["version"] for line in read_metrics(run) if line["kind"] == "update"]
 said["complete"] = said["updates"] == list(range(1, version + 1))
-said["phase"] = read_status(run)["phase"]
+said["phase"] = read_status(run).phase
 print(json.dumps(said))
 """
 

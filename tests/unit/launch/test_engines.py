@@ -22,6 +22,7 @@ from areal_megatron.launch.engines import (
 )
 from areal_megatron.launch.supervision.records import Recorder
 from areal_megatron.observe.metrics import write_status
+from areal_megatron.observe.status import EngineStatus, Status
 from areal_megatron.planning.pools import Placement, Process, Slot
 from areal_megatron.run.folder import Run
 from areal_megatron.run.network import Site, address
@@ -77,9 +78,8 @@ def test_draining_asks_waits_and_gives_up(run, monkeypatch, capsys):
     Recorder(run, Placement((), ())).write({}, 0)
 
     def say(**states):
-        write_status(
-            run, {"engines": [{"name": f"engine-{name[1:]}", "state": state} for name, state in states.items()]}
-        )
+        said = [EngineStatus(name=f"engine-{name[1:]}", state=state) for name, state in states.items()]
+        write_status(run, Status(engines=said))
 
     say(e0="ready", e1="ready", e2="lost")
     with pytest.raises(ConfigError, match="engine-5: no such engine; the run has engine-0, engine-1, engine-2"):
@@ -197,11 +197,11 @@ def test_an_engine_that_serves_where_the_run_does_not_reach_it_is_named_once(run
     with socket.create_server(("127.0.0.1", 0)) as server:
         place = f"far.invalid:{server.getsockname()[1]}"
         run.announce("engine-1", f"https://{place}")
-        write_status(run, {"engines": [{"name": "engine-1", "state": "ready"}]})
+        write_status(run, Status(engines=[EngineStatus(name="engine-1", state="ready")]))
         assert reach.look(names) == []
         time.sleep(0.3)
         assert reach.look(names) == [], "the run reaches it"
-        write_status(run, {"engines": [{"name": "engine-1", "state": "lost"}]})
+        write_status(run, Status(engines=[EngineStatus(name="engine-1", state="lost")]))
         assert reach.look(names) == []
         time.sleep(0.3)
         (told,) = reach.look(names)

@@ -37,6 +37,7 @@ from areal_megatron.launch.supervision.processes import Log
 from areal_megatron.launch.supervision.records import Recorder
 from areal_megatron.observe.metrics import MetricsWriter, write_status
 from areal_megatron.observe.shown_answers import LONGEST, AnswersWriter, ShownAnswer
+from areal_megatron.observe.status import EngineStatus, Status
 from areal_megatron.planning.pools import Node, Placement, Process, Slot
 from areal_megatron.run import descriptors
 from areal_megatron.run.folder import Run
@@ -99,8 +100,8 @@ def make(tmp_path, model, updates=12, name="run"):  # noqa: F811
 
 
 def show(run, version, phase="training"):
-    engine = {"name": "engine-0", "state": "ready", "version": version, "running": 16, "tokens_per_s": 230.4}
-    write_status(run, {"phase": phase, "version": version, "updates": UPDATES, "elapsed_s": 75, "engines": [engine]})
+    engine = EngineStatus(name="engine-0", state="ready", version=version, running=16, tokens_per_s=230.4)
+    write_status(run, Status(phase=phase, version=version, updates=UPDATES, elapsed_s=75, engines=[engine]))
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ import pytest
 from areal_megatron.config import Config, config_file
 from areal_megatron.launch.page import report
 from areal_megatron.observe.metrics import MetricsWriter, write_status
+from areal_megatron.observe.status import Status
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.run.folder import Run
 
@@ -108,7 +109,7 @@ def finished(tmp_path_factory):
     run = make_run(tmp_path_factory.mktemp("finished"), 4)
     write_updates(run, 4)
     write_spans(run)
-    write_status(run, {"phase": "done", "elapsed_s": 75})
+    write_status(run, Status(phase="done", elapsed_s=75))
     return run, build(run)
 
 
@@ -185,7 +186,7 @@ def test_run_that_died_says_so(tmp_path, updates):
         write_updates(run, updates)
         with run.metrics.open("a") as file:
             file.write('{"time": 1.0, "ki')
-    write_status(run, {"phase": "training", "elapsed_s": 20})
+    write_status(run, Status(phase="training", elapsed_s=20))
     assert f"This run is incomplete: {updates} of 40 updates, phase “training”" in Page(build(run)).overview["problem"]
 
 

@@ -12,6 +12,7 @@ from areal_megatron.launch.supervision.records import GONE_S, Pulse, Recorder, r
 from areal_megatron.launch.supervision.silence import Repeater
 from areal_megatron.observe.console import Console
 from areal_megatron.observe.metrics import MetricsWriter, read_status, write_status
+from areal_megatron.observe.status import EngineStatus, Status
 from areal_megatron.planning.pools import Node, Placement, Process, Slot
 from areal_megatron.run.folder import Run
 
@@ -27,18 +28,11 @@ def make(tmp_path, ranks=2, engines=2):
     metrics = MetricsWriter(run)
     metrics.write("update", 1, UPDATE)
     metrics.close()
-    write_status(
-        run,
-        {
-            "phase": "training",
-            "version": 7,
-            "updates": 120,
-            "engines": [
-                {"name": f"engine-{e}", "state": "ready", "version": 7 - e, "running": 16, "tokens_per_s": 230.4}
-                for e in range(engines)
-            ],
-        },
-    )
+    serving = [
+        EngineStatus(name=f"engine-{e}", state="ready", version=7 - e, running=16, tokens_per_s=230.4)
+        for e in range(engines)
+    ]
+    write_status(run, Status(phase="training", version=7, updates=120, engines=serving))
     places = [Process("controller", "controller", 0, "a1", ())]
     places += [Process(f"trainer-{r}", "trainer", r, f"a{r // 8}", (Slot(f"a{r // 8}", r % 8),)) for r in range(ranks)]
     places += [Process(f"engine-{e}", "rollout", e, "b1", (Slot("b1", e),)) for e in range(engines)]
@@ -190,7 +184,7 @@ def test_what_cannot_be_read_is_unknown(tmp_path, capsys, spoil):
     assert pulse.state() == "running"
     for path in (run.status, run.processes):
         spoil(path)
-    assert read_status(run) == {} and read_record(run) is None
+    assert read_status(run) == Status() and read_record(run) is None
     assert pulse.state() == "running"
     console.refresh()
 
@@ -202,7 +196,7 @@ def test_what_cannot_be_read_for_a_moment_is_read_again(tmp_path):
     for path, content in whole.items():
         path.write_bytes(b"")
         threading.Timer(0.3, path.write_bytes, [content]).start()
-    assert read_status(run)["phase"] == "training" and read_record(run).restarts_left == 1
+    assert read_status(run).phase == "training" and read_record(run).restarts_left == 1
 
 
 def test_a_disk_that_takes_no_record_costs_a_line(tmp_path, capsys):

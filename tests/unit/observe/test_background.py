@@ -51,7 +51,7 @@ print(json.dumps({
     "before": before,
     "versions": [line["version"] for line in read_metrics(run)],
     "board": [event.step for event in board.Scalars("update/loss")],
-    "status": read_status(run)["version"],
+    "status": read_status(run).version,
     "spans": [span.args["number"] for span in read_spans(run)],
     "slowest": slowest,
     "left": sorted(path.name for path in run.folder.glob(".*")),

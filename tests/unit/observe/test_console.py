@@ -8,6 +8,7 @@ import pytest
 from areal_megatron.config import Config
 from areal_megatron.observe.console import Console
 from areal_megatron.observe.metrics import MetricsWriter, write_status
+from areal_megatron.observe.status import EngineStatus, Status
 from areal_megatron.run.folder import Run
 
 UPDATE = {
@@ -119,7 +120,7 @@ def test_without_a_terminal_one_line_an_update_and_a_phase(run):
     out = io.StringIO()
     console = Console(run, Config(name="demo", updates=40), out)
     console.refresh()
-    write_status(run, {"phase": "training", "version": 0})
+    write_status(run, Status(phase="training", version=0))
     writer = MetricsWriter(run)
     writer.write("eval", 0, {"accuracy": 0.41, "items": 500})
     writer.write("update", 1, UPDATE)
@@ -187,20 +188,10 @@ def test_panel_shows_progress_engines_and_last_events(run, monkeypatch):
     for version in range(10):
         writer.write("update", version, UPDATE)
     writer.close()
-    engine = {"name": "engine-0", "state": "ready", "version": 9, "running": 96, "tokens_per_s": 3210.4}
-    write_status(
-        run,
-        {
-            "phase": "training",
-            "version": 10,
-            "updates": 40,
-            "elapsed_s": 192,
-            "engines": [engine],
-            "buffer_groups": 4,
-            "running_groups": 12,
-            "last": UPDATE,
-        },
-    )
+    engine = EngineStatus(name="engine-0", state="ready", version=9, running=96, tokens_per_s=3210.4)
+    now = Status(phase="training", version=10, updates=40, elapsed_s=192, engines=[engine])
+    now.buffer_groups, now.running_groups = 4, 12
+    write_status(run, now)
     console.close()
     text = shown(screen)
     for part in (

@@ -8,6 +8,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from areal_megatron.observe.metrics import MetricsReader, MetricsWriter, read_metrics, read_status, write_status
+from areal_megatron.observe.status import EngineStatus, Status
 from areal_megatron.run.folder import Run
 
 
@@ -149,10 +150,10 @@ def test_reader_follows_and_waits_for_the_end_of_a_line(run):
 
 
 def test_status_is_replaced_as_a_whole(run):
-    assert read_status(run) == {}
-    write_status(run, {"phase": "training", "version": 1, "engines": [{"name": "engine-0", "version": np.int32(1)}]})
-    write_status(run, {"phase": "training", "version": 2})
-    assert read_status(run) == {"phase": "training", "version": 2}
+    assert read_status(run) == Status()
+    write_status(run, Status(phase="training", version=1, engines=[EngineStatus(name="engine-0", state="ready")]))
+    write_status(run, Status(phase="training", version=2))
+    assert read_status(run) == Status(phase="training", version=2)
     assert not list(run.folder.glob(".*")), "a temporary file was left behind"
 
 

@@ -30,6 +30,7 @@ from areal_megatron.launch.supervision.records import Recorder
 from areal_megatron.observe import mirror
 from areal_megatron.observe.console import Console
 from areal_megatron.observe.metrics import MetricsWriter, write_status
+from areal_megatron.observe.status import EngineStatus, Status
 from areal_megatron.planning import calibrate, plan, simulate
 from areal_megatron.planning.pools import Node, Placement, Process
 from areal_megatron.process.errors import printable
@@ -161,9 +162,9 @@ def run(tmp_path, model, monkeypatch):  # noqa: F811
     measured = {"effective_tokens_per_s": 1234.0, "accuracy": 0.5, "staleness_max": 3}
     metrics.write("update", 1, measured)
     metrics.close()
-    engine = {"name": f"engine-0{EVIL}", "state": "ready", "version": 1, "running": 16, "tokens_per_s": 230.4}
-    write_status(run, {"phase": EVIL, "version": 1, "updates": 2, "engines": [engine]})
-    places = (Process("controller", "controller", 0, f"a1{EVIL}", ()), Process(engine["name"], "rollout", 0, EVIL, ()))
+    engine = EngineStatus(name=f"engine-0{EVIL}", state="ready", version=1, running=16, tokens_per_s=230.4)
+    write_status(run, Status(phase=EVIL, version=1, updates=2, engines=[engine]))
+    places = (Process("controller", "controller", 0, f"a1{EVIL}", ()), Process(engine.name, "rollout", 0, EVIL, ()))
     processes = {place.name: Log("controller", run.log("controller")) for place in places}
     for process in processes.values():
         process.exit_code = None

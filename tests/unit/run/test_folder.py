@@ -14,6 +14,7 @@ import pytest
 from areal_megatron.config import ConfigError
 from areal_megatron.launch.supervision.records import Recorder
 from areal_megatron.observe.metrics import MetricsWriter, write_status
+from areal_megatron.observe.status import Status
 from areal_megatron.planning.pools import Placement
 from areal_megatron.run.folder import Away, Replaced, Run
 
@@ -85,7 +86,7 @@ def test_a_process_that_was_replaced_writes_nothing(run):
         lambda: (metrics.write("update", 1, {}), metrics.flush()),
         lambda: metrics.write("update", 1, {}),
         lambda: MetricsWriter(run).flush(),
-        lambda: write_status(run, {"phase": "training"}),
+        lambda: write_status(run, Status(phase="training")),
         lambda: run.announce("controller", "tcp://127.0.0.1:1"),
         lambda: recorder.write({}, 0, "done"),
         lambda: run.begin(),
@@ -100,7 +101,7 @@ def test_a_process_that_was_replaced_writes_nothing(run):
         assert f"process {os.getpid()}" in str(refused.value) and "\n" not in str(refused.value)
         assert str(run.folder) in str(refused.value)
     assert contents(run.folder) == before
-    write_status(newer, {"phase": "training"})
+    write_status(newer, Status(phase="training"))
 
 
 def contents(folder):

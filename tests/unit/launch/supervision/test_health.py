@@ -5,6 +5,7 @@ import pytest
 from areal_megatron.launch.supervision import health
 from areal_megatron.launch.supervision.health import Health
 from areal_megatron.observe.metrics import write_status
+from areal_megatron.observe.status import EngineStatus, Status
 from areal_megatron.run.folder import Run
 
 
@@ -20,10 +21,10 @@ def look(tmp_path, monkeypatch):
 
     def look(**engines):
         said = [
-            {"name": name.replace("_", "-"), "state": state, "losses": losses}
+            EngineStatus(name=name.replace("_", "-"), state=state, losses=losses)
             for name, (state, losses) in engines.items()
         ]
-        write_status(run, {"engines": said})
+        write_status(run, Status(engines=said))
         return subject.to_end()
 
     look.subject = subject
