@@ -48,6 +48,8 @@ from areal_megatron.run.folder import RunError
 _ALIGNMENT = 64
 """torch.save aligns elements to this number of bytes, counted from the beginning of a chunk."""
 _WRITE_BYTES = 64 * 2**20
+_SMALLEST, _LARGEST = 2**20, 2**30
+"""The smallest and the largest piece of an image, in bytes."""
 _BLOCK = 4096
 """Direct writes begin, in memory and on disk, at a multiple of this number of bytes, as is their length."""
 
@@ -77,22 +79,28 @@ class Entry(NamedTuple):
 
 
 class Image:
-    """The bytes of one file in host memory (pinned, for tensors of a CUDA device), laid out once for all saves."""
+    """The bytes of one file in host memory (pinned, for tensors of a CUDA device), laid out once for all saves.
+
+    They are in pieces, because torch takes a power of two for every pinned tensor, up to twice what was asked for.
+    """
 
     def __init__(self, tensors: Iterable[Stored], objects: Mapping[str, Any]):
         tensors = list(tensors)
-        self._sources = [stored.values for stored in tensors]
         laid_out = list(_lay_out(((s.name, s.values.dtype, s.shape, s.box) for s in tensors), objects))
         self.entries = [entry for entry, _, _ in laid_out]
         self._size = _end(self.entries)
-        self._space = _blocks(self._size, pinned=any(values.is_cuda for values in self._sources))
+        self._pieces = _pieces(self._size, pinned=any(stored.values.is_cuda for stored in tensors))
         for entry, head, tail in laid_out:
             self._fill(entry.offset, head)
             self._fill(entry.offset + entry.length - len(tail), tail)
-        self._places = []
-        for values, (entry, head, _) in zip(self._sources, laid_out, strict=False):  # objects come after the tensors
-            start = entry.offset + len(head)
-            self._places.append(self._space[start : start + values.nbytes].view(values.dtype))
+        self._places: list[Tensor] = []
+        self._sources: list[Tensor] = []
+        for stored, (entry, head, _) in zip(tensors, laid_out, strict=False):  # objects come after the tensors
+            values = stored.values
+            for place in self._parts(entry.offset + len(head), values.nbytes):
+                self._places.append(place.view(values.dtype))
+                self._sources.append(values[: self._places[-1].numel()])
+                values = values[self._places[-1].numel() :]
 
     def copy(self) -> None:
         """Copies the elements as they are now, on the device's current stream."""
@@ -110,25 +118,42 @@ class Image:
         Past the page cache where the file system allows it: that takes a fraction of the processor time, and what
         others have in the cache stays there (docs/measurements.md).
         """
-        data = memoryview(self._space.numpy())
         with ThreadPoolExecutor(1, "checkpoint-crc") as beside:
-            crc = beside.submit(zlib.crc32, data[: self._size])
+            crc = beside.submit(self._crc)
             try:
-                with open(path, "wb", buffering=0, opener=_direct) as file:
-                    _write(file, data)
-                    file.truncate(self._size)
-                    os.fsync(file.fileno())
+                self._write(path, _direct)
             except OSError as e:
                 if e.errno != errno.EINVAL:
                     raise
-                with open(path, "wb", buffering=0) as file:
-                    _write(file, data[: self._size])
-                    os.fsync(file.fileno())
+                self._write(path, None)
             return crc.result()
 
+    def _write(self, path: Path, opener: Callable[[str, int], int] | None) -> None:
+        with open(path, "wb", buffering=0, opener=opener) as file:
+            for part in self._parts(0, _aligned(self._size, _BLOCK)):
+                _write(file, memoryview(part.numpy()))
+            file.truncate(self._size)
+            os.fsync(file.fileno())
+
+    def _crc(self) -> int:
+        crc = 0
+        for part in self._parts(0, self._size):
+            crc = zlib.crc32(part.numpy(), crc)
+        return crc
+
+    def _parts(self, start: int, size: int) -> Iterator[Tensor]:
+        """Yields the bytes from `start` on, in as many parts as they are in pieces."""
+        for piece in self._pieces:
+            if size and start < len(piece):
+                part = piece[start : start + size]
+                yield part
+                size -= len(part)
+            start = max(start - len(piece), 0)
+
     def _fill(self, start: int, data: bytes) -> None:
-        if data:
-            self._space[start : start + len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        for part in self._parts(start, len(data)):
+            part.copy_(torch.frombuffer(bytearray(data[: len(part)]), dtype=torch.uint8))
+            data = data[len(part) :]
 
 
 def write_folder(
@@ -229,11 +254,18 @@ def _direct(path: str, flags: int) -> int:
     return os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o666)  # not every system has it
 
 
-def _blocks(size: int, pinned: bool) -> Tensor:
-    """Returns at least `size` zeros: whole blocks, aligned to a block."""
-    space = torch.zeros(_aligned(size, _BLOCK) + _BLOCK, dtype=torch.uint8, pin_memory=pinned)
-    start = -space.data_ptr() % _BLOCK
-    return space[start : start + _aligned(size, _BLOCK)]
+def _pieces(size: int, pinned: bool) -> list[Tensor]:
+    """Returns at least `size` zeros, less than _SMALLEST more, in pieces whose sizes are powers of two; each is aligned
+    to a block."""
+    left, pieces = _aligned(size, _SMALLEST), []
+    while left:
+        length = min(_LARGEST, 1 << (left.bit_length() - 1))
+        # Pinned memory is in pages of its own; elsewhere the first whole block is looked for.
+        space = torch.zeros(length if pinned else length + _BLOCK, dtype=torch.uint8, pin_memory=pinned)
+        start = -space.data_ptr() % _BLOCK
+        pieces.append(space[:length] if pinned else space[start : start + length])
+        left -= length
+    return pieces
 
 
 def _lay_out(

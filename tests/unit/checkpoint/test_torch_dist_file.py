@@ -3,6 +3,7 @@
 import errno
 import io
 import random
+import zlib
 from math import prod
 
 import pytest
@@ -99,3 +100,51 @@ def test_a_file_is_the_same_where_the_file_system_refuses_direct_writes(tmp_path
     assert last.offset + last.length <= len(written) < last.offset + last.length + 64
     first = subject.entries[0]
     assert torch.equal(torch.load(io.BytesIO(written[first.offset : first.offset + first.length])), values)
+
+
+@pytest.mark.parametrize("gib", [0.0001, 1.0, 1.1, 2.2, 4.45, 17.0, 31.9])
+def test_an_image_asks_for_no_more_pinned_memory_than_its_file_takes(monkeypatch, gib):
+    """torch takes a power of two for each pinned tensor, of 1, 2, 7, 14 and 32 billion parameters on many ranks too."""
+    asked, size = [], int(gib * 2**30) + 1
+
+    def zeros(length, *, dtype, pin_memory):
+        assert pin_memory and dtype == torch.uint8
+        asked.append(length)
+        return torch.empty(length, dtype=dtype, device="meta")
+
+    monkeypatch.setattr(torch_dist_file.torch, "zeros", zeros)
+    pieces = torch_dist_file._pieces(size, pinned=True)
+    taken = sum(1 << (length - 1).bit_length() for length in asked)
+    assert size <= sum(map(len, pieces)) <= taken < size + 2**20
+
+
+@pytest.mark.parametrize("largest", [4096, 8192, 2**16])
+def test_a_file_is_the_same_in_pieces_and_whole(tmp_path, monkeypatch, largest):
+    """Whatever lies across the end of a piece: elements, or what torch.save writes around them."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = [
+        Stored(f"weight{n}", (count,), whole((count,)), torch.randn(count, generator=generator).to(dtype))
+        for n, (count, dtype) in enumerate(
+            [
+                (1, torch.float32),
+                (30_011, torch.bfloat16),
+                (700, torch.float64),
+                (513, torch.uint8),
+                (9000, torch.int64),
+            ]
+        )
+    ]
+    objects = {f"state{n}": list(range(500)) for n in range(5)}
+    in_one = Image(tensors, objects)
+    monkeypatch.setattr(torch_dist_file, "_LARGEST", largest)
+    monkeypatch.setattr(torch_dist_file, "_SMALLEST", 4096)
+    in_pieces = Image(tensors, objects)
+    assert len(in_pieces._pieces) > 2 and len(in_one._pieces) == 1
+    crcs = []
+    for name, image in (("one", in_one), ("pieces", in_pieces)):
+        image.copy()
+        crcs.append(image.write(tmp_path / name))
+    data = (tmp_path / "one").read_bytes()
+    assert data == (tmp_path / "pieces").read_bytes() and set(crcs) == {zlib.crc32(data)}
+    for stored, entry in zip(tensors, in_pieces.entries, strict=False):
+        assert torch.equal(torch.load(io.BytesIO(data[entry.offset : entry.offset + entry.length])), stored.values)
