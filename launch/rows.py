@@ -1,7 +1,9 @@
 """Shows the first rows of a run's data as the run sees them: `areal rows CONFIG [key=value …] [--eval]`.
 
 Of each row: the prompt after the model's chat template, the right answer, and the reward that a response with the right
-answer gets. Then how many rows are left out, or would keep the run from starting, and why; and which can hardly teach
+answer gets. In supervised runs: the samples or the two answers that are made of it, with what is trained in colour, or
+below a line of its own where there are no colours. Then how many rows are left out, or would keep the run from
+starting, and why; and which can hardly teach
 anything. A reward function of the user is called as a launch calls it. Of a model on the hub only the
 description and the tokenizer are fetched. Exit code 0: done, 2: wrong input. Imports neither torch nor vllm.
 """
@@ -12,15 +14,22 @@ import json
 import signal
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
+
+import numpy as np
+from rich.text import Text
 
 from areal_megatron.config import Config, ConfigError, config_file
 from areal_megatron.data.doubts import doubts, doubts_about_items
+from areal_megatron.data.examples import Example, Sample
+from areal_megatron.data.pairs import Pair
 from areal_megatron.data.prompts import LeftOut, Prompt, read_prompts
 from areal_megatron.data.supervised import read_items
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.launch.supervision import start
 from areal_megatron.process.errors import first_line
 from areal_megatron.process.shown import guard
+from areal_megatron.process.terminal import Terminal
 from areal_megatron.reward.answers import problem_with_answers
 from areal_megatron.reward.function import RewardFunction, load_function, scored
 from areal_megatron.reward.math import right_answers
@@ -29,24 +38,15 @@ from areal_megatron.run.arguments import Parser
 
 _LONGEST = 2000
 """Characters of a text that are shown."""
+_TRAINED = "bold green"
 
 
-def shown(config: Config, key: str, count: int) -> Iterator[str]:
+def shown(config: Config, key: str, count: int, colours: bool = False) -> Iterator[str | Text]:
     """Yields the text of the first `count` rows of data.train or data.eval (`key`), then what is left out. Raises
     ConfigError."""
     tokenizer, left_out = Tokenizer(config.model.path, untried=True), LeftOut.none()
     if config.is_supervised:
-        items = read_items(config, key, tokenizer)
-        names = ("tokens",) if config.mode == "sft" else ("chosen", "rejected")
-        for number, item in enumerate(items[:count], 1):
-            length, answers = item.prompt_length, {name: getattr(item, name).tolist() for name in names}
-            sizes = " or ".join(str(len(tokens) - length) for tokens in answers.values())
-            yield _titled(f"row {number}: {length} + {sizes} tokens")
-            texts = [_text(tokenizer, next(iter(answers.values()))[:length])]
-            for name, tokens in answers.items():
-                texts += [f"--- {'response' if name == 'tokens' else name}", _text(tokenizer, tokens[length:])]
-            yield "\n".join(texts)
-        yield "\n".join([_titled(f"rows: {len(items)}"), *doubts_about_items(key, items)])
+        yield from _supervised(config, key, count, tokenizer, left_out, colours)
         return
     refuses, config.data.unusable_rows = config.data.unusable_rows == "refuse", "skip"
     prompts = read_prompts(config, key, tokenizer, problem_with_answers, left_out)
@@ -65,10 +65,49 @@ def shown(config: Config, key: str, count: int) -> Iterator[str]:
     yield _titled(
         f"{len(prompts)} of {found} rows can be used; {long} of them are longer than data.max_prompt_tokens and skipped"
     )
+    yield from _left_out(left_out, refuses)
+    yield from doubts(config, key, prompts)
+
+
+def _left_out(left_out: LeftOut, refuses: bool) -> Iterator[str]:
     if left_out.counts:
         happens = "keep the run from starting (data.unusable_rows=skip leaves them out)" if refuses else "are left out"
         yield "\n".join([f"{left_out.counts.total()} rows {happens}:", *left_out.lines()])
-    yield from doubts(config, key, prompts)
+
+
+def _supervised(
+    config: Config, key: str, count: int, tokenizer: Tokenizer, left_out: LeftOut, colours: bool
+) -> Iterator[str | Text]:
+    items = read_items(config, key, tokenizer, left_out)
+    for number, item in enumerate(items[:count], 1):
+        samples = item.samples if isinstance(item, Example) else [*_answers(item).values()]
+        names = [*_answers(item)] if isinstance(item, Pair) else [f"sample {n}" for n, _ in enumerate(samples, 1)]
+        for name, sample in zip(names, samples, strict=True):
+            trained = len(sample.trained)
+            title = f"row {number}, {name}" if len(samples) > 1 else f"row {number}"
+            yield _titled(f"{title}: {len(sample.tokens) - trained} + {trained} tokens")
+            yield _sample(tokenizer, sample, colours)
+    samples = sum(len(item.samples) if isinstance(item, Example) else 2 for item in items)
+    yield _titled(f"rows: {len(items)}; {'samples' if config.mode == 'sft' else 'answers'}: {samples}")
+    yield from _left_out(left_out, refuses=False)
+    yield from doubts_about_items(key, items)
+
+
+def _answers(pair: Pair) -> dict[str, Sample]:
+    answers, begin = {"chosen": pair.chosen, "rejected": pair.rejected}, pair.prompt_length
+    return {
+        name: Sample(tokens, np.arange(begin, len(tokens)), len(tokens) - begin) for name, tokens in answers.items()
+    }
+
+
+def _sample(tokenizer: Tokenizer, sample: Sample, colours: bool) -> str | Text:
+    """Returns the text of a sample, in which what is trained is coloured or below a line that says so."""
+    is_trained = np.isin(np.arange(len(sample.tokens)), sample.trained)
+    edges = [0, *(np.flatnonzero(np.diff(is_trained)) + 1).tolist(), len(is_trained)]
+    parts = [(bool(is_trained[a]), _text(tokenizer, sample.tokens[a:b].tolist())) for a, b in pairwise(edges)]
+    if colours:
+        return Text.assemble(*((text, _TRAINED if trained else "") for trained, text in parts))
+    return "\n".join(f"--- {'trained' if trained else 'not trained'}\n{text}" for trained, text in parts)
 
 
 def _reward(name: str, function: RewardFunction, prompt: Prompt) -> str:
@@ -113,8 +152,9 @@ def main(arguments: list[str] | None = None) -> int:
         start.fetch(config, weights=False)
         if options.eval and not any(own.data.eval for own in config.by_environment()):
             raise ConfigError("data.eval: there is none")
-        for text in shown(config, key, options.rows):
-            print(text)
+        terminal = Terminal()
+        for text in shown(config, key, options.rows, colours=terminal.color_system is not None):
+            print(text) if isinstance(text, str) else terminal.print(text)
     except ConfigError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2

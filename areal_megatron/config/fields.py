@@ -53,8 +53,8 @@ class ModelConfig:
 class DataConfig:
     train: str = ""
     """JSONL, Parquet or a folder, or OWNER/NAME[@REVISION][:[SUBSET/]SPLIT] on the Hugging Face hub; a row has `prompt`
-    and `answer` (RL), `prompt` and `response` (SFT) or `prompt`, `chosen` and `rejected` (DPO, reward models), or is of
-    another format (docs/data.md, docs/supervised.md). Several:
+    and `answer` (RL), `messages`, or `prompt` and `response` (SFT), or `prompt`, `chosen` and `rejected` (DPO, reward
+    models), or is of another format (docs/data.md, docs/supervised.md). Several:
     `a.jsonl,b.parquet`; with their shares of the prompts: `a.jsonl:0.7,b.parquet:0.3`."""
     eval: str = ""
     """Held-out prompts, given as for `train` but without shares; every evaluation asks all of them. Empty: no
@@ -62,8 +62,8 @@ class DataConfig:
     max_prompt_tokens: int = key(1024, at_least=1)
     """Longer prompts are skipped and counted."""
     unusable_rows: str = key("refuse", choices=("refuse", "skip"))
-    """What becomes of a row without a prompt, or without an answer that the reward function can use: the run does not
-    start, or the row is left out and counted (docs/data.md)."""
+    """What becomes of a row without a prompt, or without an answer that the reward function can use, and of an unusable
+    conversation: the run does not start, or the row is left out and counted (docs/data.md)."""
     allow_overlap: bool = False
     """Begin a run although prompts of `eval` are in `train` too."""
 
@@ -299,6 +299,21 @@ class PPOConfig:
     @property
     def has_critic(self) -> bool:
         return self.critic.lr > 0
+
+
+@dataclass
+class SFTConfig:
+    """Supervised fine-tuning on conversations (docs/supervised.md)."""
+
+    turns: str = key("all", choices=("all", "last", "marked"))
+    """The messages of the assistant that are trained: all of them, the last one, or those that the row marks with
+    `weight` 1 or `train` true."""
+    mean: str = key("token", choices=("token", "row"))
+    """What counts alike in the loss: every trained token, or every row of the data, however many samples and tokens it
+    has."""
+    max_tokens: int = key(0, at_least=0)
+    """Longest sample: one that is longer ends with the last trained message that fits, and a row with none is left out.
+    0: any length."""
 
 
 @dataclass
@@ -549,20 +564,21 @@ class Config:
     resume: str = ""
     """`auto`: from the newest complete checkpoint of the run, if there is one; or the path of a checkpoint."""
     mode: str = key("rl", choices=("rl", "sft", "dpo", "reward_model", "replay"))
-    """`sft`, `dpo`, `reward_model`: supervised training on examples or on pairs of answers (docs/supervised.md).
+    """`sft`, `dpo`, `reward_model`: supervised training on rows or on pairs of answers (docs/supervised.md).
     `replay`: the trainers of `rl` without engines; data.train is the folder `trajectories` of another run."""
     seed: int = 1
     """Seed of the order of rows and choices, and of what is sampled."""
     updates: int = key(MISSING, at_least=1)
     """PPO updates, or optimizer steps of supervised training."""
     batch_size: int = key(512, at_least=1)
-    """Trajectories of a PPO update (B), or examples or pairs of a supervised step."""
+    """Trajectories of a PPO update (B), or rows or pairs of a supervised step."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     machine: MachineConfig = field(default_factory=MachineConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     ppo: PPOConfig = field(default_factory=PPOConfig)
+    sft: SFTConfig = field(default_factory=SFTConfig)
     dpo: DPOConfig = field(default_factory=DPOConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reshard: ReshardConfig = field(default_factory=ReshardConfig)

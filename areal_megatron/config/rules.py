@@ -17,7 +17,6 @@ from areal_megatron.config.fields import (
     Config,
     ConfigError,
     CriticConfig,
-    DPOConfig,
     PPOConfig,
     RolloutConfig,
     config_fields,
@@ -41,8 +40,9 @@ def check(config: Config, where: Callable[[str], str] = lambda key: key) -> None
     _check_ppo(config, require)
     _check_environments(config, require)
     _check_reward_model(config, require)
-    for f in fields(DPOConfig) if config.mode != "dpo" else ():
-        require(_is_default(config.dpo, f.name), f"dpo.{f.name}", "has no meaning without mode=dpo")
+    for mode, section in (("sft", config.sft), ("dpo", config.dpo)):
+        for f in fields(section) if config.mode != mode else ():
+            require(_is_default(section, f.name), f"{mode}.{f.name}", f"has no meaning without mode={mode}")
     if config.is_supervised:
         _check_supervised(config, require)
     else:

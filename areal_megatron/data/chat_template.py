@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import resource
 import signal
 import subprocess
@@ -23,6 +24,10 @@ from areal_megatron.config import ConfigError
 from areal_megatron.data.formats import Chat
 from areal_megatron.process.errors import first_line, printable
 
+Span = tuple[int, int]
+"""The first character of a part of a text, and the one after its last."""
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+"""How templates begin to mark what the assistant says, in transformers' way."""
 _FILE, _MORE = "chat_template.jinja", "additional_chat_templates"
 _FOR_TOOLS = "tool_use"
 """The name of the template that is taken where there are tools, as transformers does."""
@@ -62,16 +67,35 @@ class ChatTemplate:
         """The templates by name, and the special tokens that they may write."""
         return self._sources, self._special
 
-    def render(self, messages: Chat, tools: Sequence[Any] | None = None) -> str:
-        """Returns the text of a conversation, up to where the model starts its answer. Raises TemplateRefused."""
-        source = self._sources["default"]
-        if tools is not None:
-            source = self._sources.get(_FOR_TOOLS, source)
+    def render(
+        self, messages: Chat, tools: Sequence[Any] | None = None, asks: bool = True, marks: list[Span] | None = None
+    ) -> str:
+        """Returns the text of a conversation; if it `asks`, up to where the model starts its answer. `marks` gets what
+        the template marks as the assistant's. Raises TemplateRefused."""
+        source = self._source(tools)
+        marked = marks is not None and _GENERATION.search(source) is not None
         try:
-            [text] = _render([messages], source, add_generation_prompt=True, tools=tools, **self._special)
-            return text
+            [text], found = _render(
+                [messages],
+                source,
+                add_generation_prompt=asks,
+                tools=tools,
+                return_assistant_tokens_mask=marked,
+                **self._special,
+            )
         except Exception as e:  # the template is the model's: it may fail in any way
             raise TemplateRefused(printable(" ".join(str(e).split())) or type(e).__name__) from None
+        if marked:
+            marks += found[0]
+        return text
+
+    def says(self, word: str, tools: Sequence[Any] | None = None) -> bool:
+        """Whether the template's own text has a word."""
+        return word in self._source(tools)
+
+    def _source(self, tools: Sequence[Any] | None) -> str:
+        source = self._sources["default"]
+        return source if tools is None else self._sources.get(_FOR_TOOLS, source)
 
 
 def sources(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
@@ -136,7 +160,7 @@ def main() -> None:
     for source in asked["sources"].values():
         for messages in _SHORT:
             try:
-                [text] = _render([messages], source, add_generation_prompt=True, tools=None, **asked["special"])
+                [text], _ = _render([messages], source, add_generation_prompt=True, tools=None, **asked["special"])
             except MemoryError:
                 print(f"it takes more than {MEMORY_MB} MB to render a short conversation")
                 return
@@ -156,12 +180,12 @@ def _unreadable(error: BaseException) -> str:
     return f"the chat template cannot be read: {printable(first_line(error))}"
 
 
-def _render(chats: Sequence[Chat], template: str, **variables: Any) -> list[str]:
+def _render(chats: Sequence[Chat], template: str, **variables: Any) -> tuple[list[str], list[list[Span]]]:
+    """Returns the texts, and what the template marks as the assistant's of each, if asked for."""
     # costs half a second and 25 MB, for models with a chat template only
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    texts, _ = render_jinja_template(chats, chat_template=template, **variables)
-    return texts
+    return render_jinja_template(chats, chat_template=template, **variables)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,9 @@ from areal_megatron.config import Config, ConfigError
 from areal_megatron.data.contamination import PHRASE, Overlap, compare
 from areal_megatron.data.doubts import doubts, doubts_about_items
 from areal_megatron.data.drawing import Member
+from areal_megatron.data.examples import Example
 from areal_megatron.data.files import sources
+from areal_megatron.data.pairs import Pair
 from areal_megatron.data.prompts import (
     LeftOut,
     ProblemsOf,
@@ -100,27 +102,45 @@ def _read(
 ) -> list[Prompt]:
     left_out = LeftOut.none()
     prompts = read_prompts(config, key, tokenizer, problems_of, left_out)
-    if rows := left_out.counts.total():
-        reasons = "; ".join(left_out.lines()[:_REASONS])
-        say(f"warning: data.{key}: {rows} of {rows + len(prompts)} rows cannot be used and are left out: {reasons}")
+    _say_left_out(key, left_out, len(prompts), say)
     _check_rewards(config, prompts, key)
     for line in doubts(config, key, prompts):
         say(f"warning: {line}")
     return prompts
 
 
+def _say_left_out(key: str, left_out: LeftOut, used: int, say: Callable[[str], None]) -> None:
+    if rows := left_out.counts.total():
+        reasons = "; ".join(left_out.lines()[:_REASONS])
+        say(f"warning: data.{key}: {rows} of {rows + used} rows cannot be used and are left out: {reasons}")
+
+
 def _check_supervised(config: Config, tokenizer: Tokenizer, say: Callable[[str], None]) -> Sequence[Member]:
     _check_weights(config)
-    train = read_items(config, "train", tokenizer)
+    train = _read_items(config, "train", tokenizer, say)
     cursor(config, train)
     if config.mode == "reward_model":
         _ = tokenizer.pad_token  # which its export names
     for line in doubts_about_items("train", train):
         say(f"warning: {line}")
     if config.data.eval:
-        held_out = read_items(config, "eval", tokenizer)
+        held_out = _read_items(config, "eval", tokenizer, say)
         _check_overlap(config, compare(train, held_out, say), held_out, say)
     return train
+
+
+def _read_items(
+    config: Config, key: str, tokenizer: Tokenizer, say: Callable[[str], None]
+) -> list[Example] | list[Pair]:
+    left_out = LeftOut.none()
+    items = read_items(config, key, tokenizer, left_out)
+    _say_left_out(key, left_out, len(items), say)
+    if cut := [item for item in items if isinstance(item, Example) and item.cut]:
+        say(
+            f"warning: data.{key}: {sum(item.cut for item in cut)} messages of {len(cut)} rows are beyond "
+            f"sft.max_tokens={config.sft.max_tokens} and not trained, such as those of {cut[0].where}"
+        )
+    return items
 
 
 def _check_overlap(config: Config, overlap: Overlap, held_out: Sequence[Any], say: Callable[[str], None]) -> None:

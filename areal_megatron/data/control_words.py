@@ -10,11 +10,12 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import tokenizers
+from tokenizers import Encoding
 
 _TAG = re.compile(r"</?([A-Za-z_][\w-]*)>")
 _CHARACTERS = range(0x100000, 0x10FFFE)
@@ -75,9 +76,17 @@ class ControlWords:
     def encode(self, text: str, hidden: Hidden, special: bool = False) -> list[int]:
         """Returns the token ids of a text in which control words are hidden; `special` is the library's
         `add_special_tokens`."""
-        named = self._pattern.sub(lambda found: self._names[found[0]], text)
-        [encoding] = self._twin.encode_batch([hidden.shown(named)], add_special_tokens=special)
+        [encoding] = self._twin.encode_batch([self._named(text, hidden)], add_special_tokens=special)
         return encoding.ids
+
+    def encode_with_places(self, text: str, hidden: Hidden, places: Sequence[int]) -> tuple[Encoding, list[int]]:
+        """Returns the tokens of a text in which control words are hidden, and where characters of it (`places`) are in
+        the text that the tokens' offsets are of."""
+        [encoding] = self._twin.encode_batch([self._named(text, hidden)], add_special_tokens=False)
+        return encoding, [len(self._named(text[:place], hidden)) for place in places]
+
+    def _named(self, text: str, hidden: Hidden) -> str:
+        return hidden.shown(self._pattern.sub(lambda found: self._names[found[0]], text))
 
     @cached_property
     def _twin(self) -> tokenizers.Tokenizer:

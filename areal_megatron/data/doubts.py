@@ -8,8 +8,9 @@ from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from areal_megatron.config import Config, ConfigError
+from areal_megatron.data.examples import Example
 from areal_megatron.data.pairs import Pair
-from areal_megatron.data.prompts import Example, Prompt
+from areal_megatron.data.prompts import Prompt
 from areal_megatron.process.errors import printable
 
 _SHOWN = 3
@@ -62,12 +63,13 @@ def doubts_about_items(key: str, items: Sequence[Example] | Sequence[Pair]) -> l
     first: dict[Any, Example | Pair] = {}
     again, against = [], []
     for item in items:
-        answers = [item.tokens] if isinstance(item, Example) else [item.chosen, item.rejected]
+        is_example = isinstance(item, Example)
+        answers = [each.tokens for each in item.samples] if is_example else [item.chosen, item.rejected]
         place = tuple(tokens.tobytes() for tokens in answers)
         before = first.setdefault(place, item)
         if before is not item:
             again.append((item.where, before.where))
-        elif len(place) == 2 and (other := first.get(place[::-1])):
+        elif not is_example and (other := first.get(place[::-1])):
             against.append((item.where, other.where))
     what = "the two answers of another row the other way round, so that they teach nothing together"
     return [

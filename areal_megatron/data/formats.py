@@ -117,17 +117,6 @@ def prompt_of(row: Row, where: str) -> str | Chat:
     return prompt
 
 
-def example_of(row: Row, where: str) -> tuple[str | Chat, str]:
-    """Returns the prompt and the response of a row for supervised training: `prompt` and `response`, or `messages` that
-    end with one of the assistant, before which all are the prompt. Raises ConfigError."""
-    if "prompt" in row or "messages" not in row:
-        return prompt_of(row, where), field(row, "response", (str,), where)
-    *before, last = prompt_of({"prompt": field(row, "messages", (list,), where)}, where)
-    if not before or last["role"] != "assistant":
-        raise ConfigError(f"{where}: field 'messages' must end with a message of the assistant, after one to answer")
-    return before, field({"response": last["content"]}, "response", (str,), where)
-
-
 def added_sentence(item: Item) -> str:
     """Returns the sentence that a format has added to the end of a prompt, "" if none."""
     text = item.prompt if isinstance(item.prompt, str) else ""

@@ -1,4 +1,4 @@
-"""Prompts and supervised examples from data sets, and the order in which prompts are drawn. Imports no torch."""
+"""Prompts from data sets, and the order in which rows are drawn. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.data.drawing import Drawing, digest_of, functions_of, joined, settings_of, stated
-from areal_megatron.data.files import Record, records, row_shares, rows
-from areal_megatron.data.formats import Item, added_sentence, example_of, read_item, text_of
+from areal_megatron.data.files import Record, row_shares, rows
+from areal_megatron.data.formats import Item, added_sentence, read_item, text_of
 from areal_megatron.data.tokenizer import Tokenizer
 
 
@@ -44,25 +43,6 @@ class Prompt:
     """`digest_of` what the row says, by which a resumed run knows it."""
     row: dict[str, Any] | None = None
     """All columns of the row, for a reward function of the user; None for other rewards."""
-
-
-@dataclass(frozen=True)
-class Example:
-    """A supervised example, of which the tokens after the prompt are trained."""
-
-    tokens: np.ndarray
-    """int32 [tokens]: prompt, response and end token"""
-    prompt_length: int
-    """The number of prompt tokens."""
-    source: int = 0
-    """Number of the data set in a mixture, from 0."""
-    environment: int = 0
-    text: str = ""
-    """The prompt without the chat template."""
-    where: str = ""
-    """`path:row`, for messages."""
-    digest: bytes = b""
-    """`digest_of` what the row says, by which a resumed run knows it."""
 
 
 @dataclass
@@ -181,30 +161,6 @@ def _item(record: Record, seed: int, function: str, problem_with: Callable[[str]
     if item.reward in ("", function) and (problem := problem_with(item.answer)):
         raise ConfigError(f"{record.where}: reward.function={function} cannot use the answer: {problem}")
     return item
-
-
-def read_examples(text: str | Path, tokenizer: Tokenizer) -> list[Example]:
-    """Returns one supervised example for each row {"prompt": text or messages, "response": text}, or {"messages": …} of
-    which the last one is the response.
-
-    Raises ConfigError for the reasons that `read_prompts` does.
-    """
-    found = list(records(text))
-    places = [record.where for record in found]
-    asked, answers = zip(*(example_of(record.row, record.where) for record in found), strict=True)
-    prompts = tokenizer.prompts(asked, places)
-    responses = tokenizer.responses(answers, prompts, places)
-    return [
-        Example(
-            tokens=np.array([*tokens, *response], np.int32),
-            prompt_length=len(tokens),
-            source=record.source,
-            text=text_of(prompt),
-            where=record.where,
-            digest=digest_of(record.id, prompt, answer),
-        )
-        for record, prompt, answer, tokens, response in zip(found, asked, answers, prompts, responses, strict=True)
-    ]
 
 
 class Cursor:

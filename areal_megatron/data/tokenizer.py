@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import os
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ import tokenizers
 
 from areal_megatron.config import ConfigError
 from areal_megatron.data import chat_template
-from areal_megatron.data.chat_template import ChatTemplate, TemplateRefused
+from areal_megatron.data.chat_template import ChatTemplate, Span, TemplateRefused
 from areal_megatron.data.control_words import ControlWords, Hidden, any_of, tags
 from areal_megatron.data.drawing import digest_of
 from areal_megatron.data.formats import Chat
@@ -210,6 +212,84 @@ class Tokenizer:
             f"{example!r} ({other.get(example, 'missing')} and {own.get(example, 'missing')})"
         )
 
+    @property
+    def template(self) -> ChatTemplate | None:
+        """The chat template of the folder, None if it has none."""
+        return self._template
+
+    def hide(self) -> Hidden:
+        """Returns what hides control words in the texts of one conversation, however often it is rendered."""
+        return self._control.hide()
+
+    def written(self, text: str, hidden: Hidden) -> str:
+        """Returns a text of the assistant as it is in rendered texts."""
+        return hidden(text, but=self._answers_may_write(True))
+
+    def check_unrendered(self, text: str, place: str) -> None:
+        """Raises ConfigError if a message's text is rendered by a chat template already."""
+        if self._is_rendered(text):
+            raise ConfigError(f"{place} is rendered by a chat template already: give the text alone")
+
+    def rendered(
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[Any] | None,
+        place: str,
+        hidden: Hidden,
+        asks: bool = True,
+        marks: list[Span] | None = None,
+    ) -> str:
+        """Returns the text of a conversation, in which control words of the messages are hidden, as
+        `ChatTemplate.render` does. Raises ConfigError, which names `place`, if the template refuses it."""
+        return self._rendered(messages, tools, place, hidden, asks, marks)[0]
+
+    def answer_end(self, text: str) -> int:
+        """Returns the place after the control word with which a rendered text ends; 0 if it ends otherwise."""
+        whole = text.rstrip()
+        return len(whole) if any(whole.endswith(word) for word in self._marks) else 0
+
+    @cached_property
+    def next_words(self) -> dict[str, str]:
+        """The word that ends an answer where the template writes it at the beginning of the next message alone, by the
+        role of that: GLM's <|user|> and <|observation|>. Else the end token."""
+        found = {}
+        for role in ("user", "tool"):
+            messages = [{"role": name, "content": "1"} for name in ("user", "assistant", role)]
+            try:
+                first = self.continuation(messages, 1)[:1]
+            except ConfigError:  # it takes no such message there
+                first = []
+            ends = first[0] if first and first[0] in self.stop_tokens else self.stop_tokens[0]
+            found[role] = self._tokenizer.id_to_token(ends)
+        return found
+
+    def spans(
+        self, texts: Sequence[tuple[str, Hidden, Sequence[Span]]], places: Sequence[str], apart: bool = False
+    ) -> list[tuple[list[int], list[Span]]]:
+        """Returns the token ids of rendered texts, and which tokens the parts of each text are, as (first, one after
+        the last).
+
+        Where the library would put characters before a part and of it into one token, or always if they are to be
+        `apart`, they are tokenized one after the other, as a prompt and the answer to it are. Raises ConfigError for
+        tokens that the model does not have.
+        """
+        clear = [text for text, hidden, _ in texts if not hidden.some]
+        encodings = iter(self._tokenizer.encode_batch(clear, add_special_tokens=False) if clear else ())
+        found = []
+        for (text, hidden, parts), place in zip(texts, places, strict=True):
+            edges = [edge for part in parts for edge in part]
+            if hidden.some:
+                encoding, at = self._control.encode_with_places(text, hidden, edges)
+            else:
+                encoding, at = next(encodings), edges
+            ends = {end for _, end in encoding.offsets}
+            if apart or any(begin not in ends for begin in at[::2]):
+                found.append(self._in_pieces(text, hidden, parts))
+            else:
+                found.append((encoding.ids, _covered(encoding.offsets, at)))
+            self._check_known(found[-1][0], place)
+        return found
+
     def conversation(self, messages: Chat, tools: Sequence[Any] | None = None) -> list[int]:
         """Returns the token ids of a conversation, up to where the model starts its answer. The contents of the
         messages are text, as in `prompts`; but in the assistant's, tags that structure answers are tokens.
@@ -255,6 +335,16 @@ class Tokenizer:
             for text, hidden in texts
         ]
 
+    def _in_pieces(self, text: str, hidden: Hidden, parts: Sequence[Span]) -> tuple[list[int], list[Span]]:
+        cuts = [0, *(edge for part in parts for edge in part), len(text)]
+        pieces = self._encoded([(text[begin:end], hidden) for begin, end in pairwise(cuts)])
+        ids: list[int] = []
+        numbers = [0]
+        for piece in pieces:
+            ids += piece
+            numbers.append(len(ids))
+        return ids, [*pairwise(numbers)][1::2]
+
     def _as_chat(self, prompt: str | Chat, place: str) -> tuple[str, Hidden]:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if any(self._is_rendered(message["content"]) for message in messages):
@@ -265,7 +355,13 @@ class Tokenizer:
         return self._rendered(messages, place=place)
 
     def _rendered(
-        self, messages: Chat, tools: Sequence[Any] | None = None, place: str = "", hidden: Hidden | None = None
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[Any] | None = None,
+        place: str = "",
+        hidden: Hidden | None = None,
+        asks: bool = True,
+        marks: list[Span] | None = None,
     ) -> tuple[str, Hidden]:
         """Returns the text of a conversation, and what has hidden the control words of its messages."""
         hidden = hidden or self._control.hide()
@@ -275,7 +371,7 @@ class Tokenizer:
         others = self._beyond if place else set()
         shown = [hidden(message, but=may_write.get(message.get("role"), others)) for message in messages]
         try:
-            return self._template.render(shown, hidden(tools)), hidden
+            return self._template.render(shown, hidden(tools), asks, marks), hidden
         except TemplateRefused as e:
             problem = f"the chat template of {self._folder} refuses the prompt: {e}"
             raise ConfigError(f"{place or 'messages'}: {problem}") from None
@@ -463,6 +559,15 @@ def _plain(prompt: str | Chat, place: str) -> str:
             "(chat_template.jinja) or make the prompt a text"
         )
     return prompt
+
+
+def _covered(offsets: Sequence[Span], edges: Sequence[int]) -> list[Span]:
+    """Returns the tokens that have characters of each part, by the offsets of all tokens and the edges of the parts."""
+    begins, ends = ([offset[side] for offset in offsets] for side in (0, 1))
+    return [
+        (bisect_right(ends, begin), bisect_left(begins, end))
+        for begin, end in zip(edges[::2], edges[1::2], strict=True)
+    ]
 
 
 def _unrepeated(text: str, begun: str) -> str:

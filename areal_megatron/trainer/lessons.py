@@ -1,4 +1,4 @@
-"""What supervised training learns from its items, and how well: examples (SFT), or pairs of answers (DPO, reward
+"""What supervised training learns from its items, and how well: samples (SFT), or pairs of answers (DPO, reward
 models).
 
 Every loss is a sum over a micro-batch. The gradient is divided once, by the number of trained tokens of all
@@ -16,23 +16,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from areal_megatron.config import Config, DPOConfig
+from areal_megatron.config import Config, DPOConfig, SFTConfig
+from areal_megatron.data.examples import Sample
 from areal_megatron.data.pairs import Pair
-from areal_megatron.data.prompts import Example
 from areal_megatron.ppo.penalty import k3
 from areal_megatron.trainer.batch import MicroBatch
+from areal_megatron.trainer.copies import to_device
 from areal_megatron.trainer.logprobs import Vocabulary, likeliest
 from areal_megatron.trainer.model import Policy, ValueModel
 from areal_megatron.trainer.objective import trained_logprobs
 from areal_megatron.trainer.token_sums import TokenSums
 
-Item = Example | Pair
+Item = Sample | Pair
 
 
 @dataclass
 class Sequences:
     """A micro-batch of whole items: the sequences of one follow each other. N tokens are trained."""
 
+    items: Sequence[Item]
     microbatch: MicroBatch
     members: Tensor
     """int64 [N]: the sequence that each trained token belongs to, counted from 0."""
@@ -51,8 +53,6 @@ class Lesson(ABC):
 
     sums: tuple[str, ...] = ()
     """What `loss` adds up beside `tokens` and `loss`."""
-    of_pairs = True
-    """Whether losses are means over pairs; else over trained tokens."""
 
     @abstractmethod
     def sequences(self, item: Item) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -65,28 +65,39 @@ class Lesson(ABC):
         output: the output of the model's last stage. `held_out`: nothing is trained, and all is measured.
         """
 
+    def scale(self, items: Sequence[Item], trained: int) -> float:
+        """Returns what the losses of a batch are multiplied by, since the gradient of their sum is divided by
+        `trained`, its number of trained tokens: here they are means over pairs."""
+        return trained / len(items)
+
     @abstractmethod
     def figures(self, totals: dict[str, float]) -> dict[str, float]:
         """Returns the metrics, from the totals of `sums`, `tokens` and `loss`."""
 
 
 class FineTuning(Lesson):
-    """SFT: the mean negative log-probability of the response tokens."""
+    """SFT: the mean negative log-probability of the trained tokens, or the mean over rows of the mean of each."""
 
-    sums = ("likeliest", "measured")
-    of_pairs = False
+    sums = ("likeliest", "measured", "weight")
 
-    def __init__(self, policy: Policy, vocabulary: Vocabulary):
-        self._policy, self._vocabulary = policy, vocabulary
+    def __init__(self, policy: Policy, vocabulary: Vocabulary, settings: SFTConfig):
+        self._policy, self._vocabulary, self._by_row = policy, vocabulary, settings.mean == "row"
 
-    def sequences(self, item: Example) -> list[tuple[np.ndarray, np.ndarray]]:
-        return [(item.tokens, np.arange(item.prompt_length, len(item.tokens)))]
+    def sequences(self, item: Sample) -> list[tuple[np.ndarray, np.ndarray]]:
+        return [(item.tokens, item.trained)]
+
+    def scale(self, items: Sequence[Sample], trained: int) -> float:
+        return trained / sum(len(item.trained) / item.row_tokens for item in items) if self._by_row else 1.0
 
     def loss(self, output: Tensor, own: Sequences, sums: TokenSums, *, held_out: bool) -> Tensor:
         microbatch = own.microbatch
         logprobs, _ = trained_logprobs(self._policy, self._vocabulary, output, microbatch)
-        loss = -logprobs.sum()
-        found = {"tokens": _count(logprobs), "loss": loss}
+        loss, weight = -logprobs.sum(), _count(logprobs)
+        if self._by_row:
+            shares = np.array([1 / item.row_tokens for item in own.items], np.float32)
+            weights = to_device(shares, logprobs.device)[own.members]
+            loss, weight = -(weights * logprobs).sum(), weights.double().sum()
+        found = {"tokens": _count(logprobs), "loss": loss, "weight": weight}
         if held_out:  # costs the product with the output layer once more
             weight = self._policy.output_weight
             right = likeliest(output, weight, microbatch.rows, microbatch.labels, self._vocabulary).float()
@@ -95,7 +106,7 @@ class FineTuning(Lesson):
         return loss
 
     def figures(self, totals: dict[str, float]) -> dict[str, float]:
-        found = {"loss": totals["loss"] / max(totals["tokens"], 1)}
+        found = {"loss": totals["loss"] / (totals["weight"] or 1)}
         return found | ({"accuracy": totals["likeliest"] / totals["measured"]} if totals["measured"] else {})
 
 
@@ -176,13 +187,7 @@ def lesson_of(config: Config, model: Policy | ValueModel, vocabulary: Vocabulary
             return Preference(model, vocabulary, config.dpo)
         case "reward_model":
             return Scoring()
-    return FineTuning(model, vocabulary)
-
-
-def scale(lesson: Lesson, trained: Sequence[int]) -> float:
-    """Returns what the losses of a batch are multiplied by, since the gradient of their sum is divided by the number of
-    trained tokens; `trained`: each item's number."""
-    return sum(trained) / len(trained) if lesson.of_pairs else 1.0
+    return FineTuning(model, vocabulary, config.sft)
 
 
 def _ranking(loss: Tensor, margins: Tensor, trained: Tensor) -> dict[str, Tensor]:

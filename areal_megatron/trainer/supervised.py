@@ -18,7 +18,7 @@ from areal_megatron.trainer import pipeline
 from areal_megatron.trainer.batch import RowPart, pack
 from areal_megatron.trainer.copies import to_device
 from areal_megatron.trainer.learner import Learner, Steps, step_metrics
-from areal_megatron.trainer.lessons import Item, Lesson, Sequences, scale
+from areal_megatron.trainer.lessons import Item, Lesson, Sequences
 from areal_megatron.trainer.parallel import Parallel
 from areal_megatron.trainer.reference import Reference
 from areal_megatron.trainer.token_sums import TokenSums
@@ -51,8 +51,8 @@ class Supervised:
         `before_step` is called right before parameters change.
         """
         start, sums, steps = time.monotonic(), TokenSums(), Steps(before_step)
-        trained = [sum(len(places) for _, places in self._lesson.sequences(item)) for item in items]
-        factor = scale(self._lesson, trained)
+        trained = sum(len(places) for item in items for _, places in self._lesson.sequences(item))
+        factor = self._lesson.scale(items, trained)
         work = [
             (own.microbatch, partial(self._scaled_loss, own=own, sums=sums, factor=factor)) for own in self._rows(items)
         ]
@@ -100,7 +100,7 @@ class Supervised:
         trained = [places for _, places in sequences]
         microbatch = pack([tokens for tokens, _ in sequences], trained, self._part)
         members = np.repeat(np.arange(len(sequences)), [len(places) for places in trained])
-        return Sequences(microbatch, to_device(members, self._part.device), len(sequences))
+        return Sequences(items, microbatch, to_device(members, self._part.device), len(sequences))
 
     def _plan(self, items: Sequence[Item]) -> list[list[list[int]]]:
         """The items by [replica][micro-batch]: an item's sequences stay together."""

@@ -17,7 +17,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("ranks", LAYOUTS)
 def test_every_lesson_is_its_formula(tmp_path, on_ranks, ranks):
-    cases = [[*case, mode] for case, mode in product(LAYOUTS[ranks], ("sft", "dpo", "reward_model"))]
+    cases = [[*case, mode] for case, mode in product(LAYOUTS[ranks], ("sft", "rows", "dpo", "reward_model"))]
     for model, layout, _ in cases:
         assert math.prod(layout.get(size, 1) for size in ("tp", "pp", "cp", "dp")) == ranks
         for name, change in ((model, {}), (f"{model}-other", {"initializer_range": 0.04})):

@@ -13,7 +13,7 @@ import torch
 
 from areal_megatron.config import Config
 from areal_megatron.controller.probe import excerpts
-from areal_megatron.data.prompts import Example
+from areal_megatron.data.examples import Sample
 from areal_megatron.data.trajectory import Excerpt, Trajectory
 from areal_megatron.trainer.trainer import Trainer
 from tests.support import training_oracle as oracle
@@ -177,8 +177,15 @@ def training_data(version: int) -> tuple[list[Trajectory], list[set[int]]]:
     return trajectories, [set(half.tolist()) for half in np.array_split(order, 2)]
 
 
-def sft_examples(step: int) -> list[Example]:
-    return [Example(np.concatenate((t.prompt, t.response)), len(t.prompt)) for t in make_trajectories(8, 0, step)]
+def sft_examples(step: int) -> list[Sample]:
+    """Samples of which all is trained but a prompt; every other one has a turn in between that is not."""
+    found = []
+    for number, t in enumerate(make_trajectories(8, 0, step)):
+        tokens = np.concatenate((t.prompt, t.response))
+        trained = np.arange(len(t.prompt), len(tokens))
+        trained = trained[trained % 5 != 0] if number % 2 and len(trained) > 2 else trained
+        found.append(Sample(tokens, trained, len(trained)))
+    return found
 
 
 def _training(model: torch.nn.Module, config: Config) -> dict[str, Any]:

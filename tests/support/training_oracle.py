@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from areal_megatron.config import Config
-from areal_megatron.data.prompts import Example
+from areal_megatron.data.examples import Sample
 from areal_megatron.data.trajectory import Excerpt, Trajectory
 from tests.support.tiny_models import load_oracle
 
@@ -355,12 +355,12 @@ class Learner(Adam):
             chosen = [[items[i] for i in members] for items in (trajectories, values, proximals, references)]
             self.step(ppo_loss(self.model, *chosen, config, taken))
 
-    def sft_step(self, examples: list[Example]) -> float:
+    def sft_step(self, examples: list[Sample]) -> float:
         losses = []
         for example in examples:
             logprobs = distributions(self.model, example.tokens, 1.0)
             labels = torch.from_numpy(example.tokens[1:].astype(np.int64))
-            losses.append(-logprobs.gather(1, labels[:, None])[example.prompt_length - 1 :, 0])
+            losses.append(-logprobs.gather(1, labels[:, None])[example.trained - 1, 0])
         loss = torch.cat(losses).mean()
         self.step(loss)
         return float(loss.detach())

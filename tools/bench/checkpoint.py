@@ -25,7 +25,7 @@ import torch
 from megatron.core import dist_checkpointing
 
 from areal_megatron.config import Config, DataConfig, MachineConfig, ModelConfig, TrainerConfig
-from areal_megatron.data.prompts import Example
+from areal_megatron.data.examples import Sample
 from areal_megatron.launch.supervision.orders import ON_CPU
 from areal_megatron.process.files import new_folder
 from areal_megatron.run.folder import Run
@@ -70,7 +70,10 @@ def measure(folder: Path, repetitions: int) -> tuple[Edges, list[float], list[fl
         saver = checkpoint.Saver(trainer)
         random = np.random.default_rng(0)
         size = trainer.hf_config["vocab_size"]
-        examples = [Example(random.integers(0, size, TOKENS, dtype=np.int32), 8) for _ in range(SEQUENCES)]
+        examples = [
+            Sample(random.integers(0, size, TOKENS, dtype=np.int32), np.arange(8, TOKENS), TOKENS - 8)
+            for _ in range(SEQUENCES)
+        ]
         for kind in (KINDS[0], KINDS[2]):  # the first save lays the file out
             steps(trainer, saver, examples, kind, folder / "checkpoint")
         for repetition in range(repetitions):

@@ -15,9 +15,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from areal_megatron.checkpoint import hf
-from areal_megatron.config import DPOConfig, OptimizerConfig
+from areal_megatron.config import DPOConfig, OptimizerConfig, SFTConfig
+from areal_megatron.data.examples import Sample
 from areal_megatron.data.pairs import Pair
-from areal_megatron.data.prompts import Example
 from areal_megatron.rank.weights import save_hf
 from areal_megatron.reshard.trainer_layout import is_head, layout
 from areal_megatron.trainer import pipeline
@@ -38,8 +38,11 @@ def check_lessons(folder: Path, rank: int, cases: dict[str, list]) -> None:
     """cases: run folder → model, layout, mode. Each model has another of its kind beside it, named `<model>-other`."""
     for run, (model, trainer, mode) in cases.items():
         config = replace(make_config(folder, model, trainer, optimizer=STILL), mode=mode, dpo=DPO)
+        if mode == "rows":
+            config = replace(config, mode="sft", sft=SFTConfig(mean="row"))
+        checks = {"sft": check_examples, "rows": check_rows, "dpo": check_dpo, "reward_model": check_reward_model}
         with open_trainer(folder, rank, config, run) as subject:
-            {"sft": check_examples, "dpo": check_dpo, "reward_model": check_reward_model}[mode](subject, folder / model)
+            checks[mode](subject, folder / model)
 
 
 def make_pairs(count: int, seed: int) -> list[Pair]:
@@ -64,8 +67,8 @@ def check_examples(subject: Trainer, folder: Path) -> None:
         own = []
         for example in examples:
             with torch.no_grad():
-                logprobs = distributions(plain, example.tokens, 1.0)[example.prompt_length - 1 :]
-            labels = torch.from_numpy(example.tokens[example.prompt_length :].astype(np.int64))
+                logprobs = distributions(plain, example.tokens, 1.0)[example.trained - 1]
+            labels = torch.from_numpy(example.tokens[example.trained].astype(np.int64))
             own.append(torch.stack([-logprobs.gather(1, labels[:, None])[:, 0], (logprobs.argmax(1) == labels) + 0.0]))
         measured.append(torch.cat(own, 1))
         loss, accuracy = measured[-1].mean(1).tolist()
@@ -77,15 +80,39 @@ def check_examples(subject: Trainer, folder: Path) -> None:
     assert found["accuracy"] == pytest.approx(accuracy) and 0 < accuracy < found["files"]["one"]["accuracy"]
 
 
-def greedy(model: torch.nn.Module, example: Example) -> Example:
-    """Returns the example with a response of the likeliest tokens, but for the last one."""
-    tokens = example.tokens[: example.prompt_length]
+def greedy(model: torch.nn.Module, example: Sample) -> Sample:
+    """Returns the sample with a response of the likeliest tokens, but for the last one, all of which is trained."""
+    begin = int(example.trained[0])
+    tokens = example.tokens[:begin]
     with torch.no_grad():
         for _ in range(6):
             logits = model(torch.from_numpy(tokens.astype(np.int64))[None]).logits[0, -1]
             tokens = np.append(tokens, np.int32(logits.argmax()))
     tokens[-1] = (tokens[-1] + 1) % TOKENS
-    return replace(example, tokens=tokens.astype(np.int32))
+    return Sample(tokens.astype(np.int32), np.arange(begin, len(tokens)), len(tokens) - begin)
+
+
+def check_rows(subject: Trainer, folder: Path) -> None:
+    """The mean over rows of the mean of each, where rows have several samples, which replicas divide between them."""
+    plain, samples, rows = load_oracle(folder).double(), sft_examples(5), []
+    for number, first in enumerate((0, 3, 4, 6)):
+        own = samples[first : (3, 4, 6, 8)[number]]
+        rows.append([replace(sample, row_tokens=sum(len(each.trained) for each in own)) for sample in own])
+    losses = []
+    for own in rows:
+        logprobs = [
+            distributions(plain, sample.tokens, 1.0)[sample.trained - 1].gather(
+                1, torch.from_numpy(sample.tokens[sample.trained].astype(np.int64))[:, None]
+            )
+            for sample in own
+        ]
+        losses.append(-torch.cat(logprobs).mean())
+    expected = torch.stack(losses).mean()
+    expected.backward()
+    metrics = subject.supervised.step([sample for own in rows for sample in own])
+    assert metrics["loss"] == pytest.approx(float(expected), rel=1e-5)
+    assert metrics["trained_tokens"] == sum(len(sample.trained) for sample in samples)
+    assert_gradient(subject, gradients(plain))
 
 
 def check_dpo(subject: Trainer, folder: Path) -> None:

@@ -10,7 +10,8 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 
 from areal_megatron.config import Config, ConfigError, DataConfig, ModelConfig, RolloutConfig
 from areal_megatron.data.check import check_data
-from areal_megatron.data.prompts import Cursor, cursor, ranks_of, read_examples, read_prompts
+from areal_megatron.data.examples import read_examples
+from areal_megatron.data.prompts import Cursor, cursor, ranks_of, read_prompts
 from areal_megatron.data.tokenizer import Tokenizer
 
 TEMPLATE = (
@@ -195,12 +196,13 @@ def test_prompts_carry_line_answer_and_forced_length(folder, tmp_path):
 def test_an_example_is_prompt_response_and_end_token(folder, tmp_path):
     path = write(tmp_path, {"prompt": "1+1=", "response": "2 "})
     (example,) = read_examples(path, Tokenizer(folder))
+    (sample,) = example.samples
     tokenizer = reference(folder)
     prompt = tokenizer("1+1=").input_ids
     response = tokenizer("2 ", add_special_tokens=False).input_ids
-    assert example.tokens.tolist() == [*prompt, *response, tokenizer.eos_token_id]
-    assert example.tokens.dtype == np.int32
-    assert example.prompt_length == len(prompt)
+    assert sample.tokens.tolist() == [*prompt, *response, tokenizer.eos_token_id]
+    assert sample.tokens.dtype == np.int32
+    assert sample.trained.tolist() == [*range(len(prompt), len(sample.tokens))]
 
 
 GOOD = {"prompt": "a", "answer": "1"}

@@ -8,8 +8,9 @@ from tokenizers import Tokenizer as Library
 
 from areal_megatron.config import Config, ConfigError, DataConfig, ModelConfig
 from areal_megatron.data.check import check_data
+from areal_megatron.data.examples import read_examples
 from areal_megatron.data.pairs import read_pairs
-from areal_megatron.data.prompts import read_examples, read_prompts
+from areal_megatron.data.prompts import read_prompts
 from areal_megatron.data.tokenizer import Tokenizer
 from tests.support.chat_folders import CHATML, LIBRARIES, STYLES, beginning, byte_level, make, reference
 
@@ -361,7 +362,7 @@ def test_what_the_template_writes_too_is_not_repeated(tmp_path, special, respons
     path = write(tmp_path / "s.jsonl", {"prompt": "2+3?", "response": response})
     begun = "<|im_start|>user\n2+3?<|im_end|>\n<|im_start|>assistant\n<think>\n"
     [example] = read_examples(path, ours)
-    assert ours.decode(example.tokens.tolist(), special=True) == f"{begun}{rest}<|im_end|>"
+    assert ours.decode(example.samples[0].tokens.tolist(), special=True) == f"{begun}{rest}<|im_end|>"
     path = write(tmp_path / "p.jsonl", {"prompt": "2+3?", "chosen": response, "rejected": "0"})
     [pair] = read_pairs(path, ours)
     assert ours.decode(pair.chosen.tolist(), special=True) == f"{begun}{rest}<|im_end|>"

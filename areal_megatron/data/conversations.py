@@ -1,0 +1,211 @@
+"""Conversations in rows of data sets, in the forms in which they are published, and which of their turns are trained.
+
+Messages become what chat templates want: `role` and `content` as text; of the assistant maybe `thinking` and
+`tool_calls`, whose arguments are objects. docs/supervised.md shows the forms. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from areal_megatron.config import ConfigError
+from areal_megatron.data.drawing import stated
+from areal_megatron.data.formats import Row, field
+from areal_megatron.run.json_input import parse_json
+
+Message = dict[str, Any]
+
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_SPEAKERS = {
+    **{role: role for role in _ROLES},
+    **{"human": "user", "gpt": "assistant", "observation": "tool", "function_call": "assistant"},
+}
+"""Whose turn it is in `conversations`, as ShareGPT and LLaMA-Factory have it."""
+_THINKING = ("thinking", "reasoning_content", "reasoning")
+_MARKS = ("weight", "train")
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages, of which some of the assistant's are trained."""
+
+    messages: list[Message]
+    tools: list[Any] | None
+    """The tools that the assistant may call, as chat templates want them."""
+    trained: tuple[int, ...]
+    """The numbers of the trained messages, ascending, from 0."""
+
+
+def is_conversation(row: Row) -> bool:
+    """Whether a row holds a conversation; else it has a prompt and a response as text."""
+    if isinstance(row.get("response"), str) and row.get("prompt"):
+        return False
+    several = isinstance(row.get("prompt"), list) and isinstance(row.get("completion"), list)
+    return bool(row.get("messages") or row.get("conversations")) or several
+
+
+def conversation_of(row: Row, where: str, turns: str) -> Conversation:
+    """Returns the conversation of a row; `turns` is sft.turns.
+
+    Raises ConfigError, which names the row (`where`) and the message, counted from 1: for one without a role or with
+    content that is no text, for roles out of order, a tool's result without a call, and where nothing is to be trained.
+    """
+    row = stated(row)
+    if row.get("messages") and isinstance(row.get("answer"), dict):  # one turn of a longer episode, as τ² data have it
+        before = _messages(row, "messages", where)
+        own = [*before, _message({"role": "assistant", **row["answer"]}, f"{where}: field 'answer'")]
+        return Conversation(own, tools_of(row, where), _trained(own, len(before), {}, where, "all"))
+    before, name = [], "messages" if row.get("messages") else "conversations"
+    if not row.get(name):
+        before, name = _messages(row, "prompt", where), "completion"
+    own = [*before, *_messages(row, name, where)]
+    marks = _marks(row[name], len(before), where)
+    return Conversation(own, tools_of(row, where), _trained(own, len(before), marks, where, turns))
+
+
+def messages_of(said: Sequence[Any], name: str, where: str) -> list[Message]:
+    """Returns messages as chat templates want them; `name` is the field that has them. Raises ConfigError."""
+    return [_message(message, f"{where}: message {number} of {name!r}") for number, message in enumerate(said, 1)]
+
+
+def tools_of(row: Row, where: str) -> list[Any] | None:
+    """Returns the tools of a row: a list, also as JSON text. Raises ConfigError."""
+    said = row.get("tools")
+    if said in (None, "", []):
+        return None
+    try:
+        said = parse_json(said) if isinstance(said, str) else said
+        found = [parse_json(tool) if isinstance(tool, str) else tool for tool in said]
+    except (ValueError, TypeError) as e:
+        raise ConfigError(f"{where}: field 'tools' is no list of tools: {e}") from None
+    if not all(isinstance(tool, dict) for tool in found):
+        raise ConfigError(f"{where}: field 'tools' must be a list of objects, or JSON text of one")
+    return found or None
+
+
+def check_order(messages: Sequence[Message], where: str) -> None:
+    """Raises ConfigError for roles out of order, and for a tool's result without a call."""
+    waiting: list[str | None] = []
+    for number, message in enumerate(messages, 1):
+        role, before = message["role"], messages[number - 2]["role"] if number > 1 else ""
+        problem = ""
+        if role in ("system", "developer") and number > 1 and before != "system":
+            problem = f"is of {role}, which comes first"
+        elif role == "assistant" and before == "assistant":
+            problem = "is the assistant's, as is the one before it: put them together, or what was said between them"
+        elif role == "tool":
+            problem = _unasked(message, before, waiting)
+        if problem:
+            raise ConfigError(f"{where}: message {number} {problem}")
+        if role != "tool":
+            waiting = [call.get("id") for call in message.get("tool_calls", [])]
+
+
+def _unasked(message: Message, before: str, waiting: list[str | None]) -> str:
+    """Says what is wrong with a tool's result; takes its call out of those that wait for one."""
+    if before not in ("assistant", "tool") or not waiting:
+        return "is a tool's result without a call"
+    asked = message.get("tool_call_id")
+    if asked is not None and None not in waiting and asked not in waiting:
+        return f"is the result of call {asked!r}, of which there is none"
+    waiting.remove(asked if asked in waiting else waiting[0])
+    return ""
+
+
+def _trained(
+    messages: Sequence[Message], first: int, marks: dict[int, bool], where: str, turns: str
+) -> tuple[int, ...]:
+    """Returns the numbers of the trained messages, which are among those from `first` on."""
+    check_order(messages, where)
+    own = [number for number in range(first, len(messages)) if messages[number]["role"] == "assistant"]
+    if not own:
+        raise ConfigError(f"{where}: no message is the assistant's, so that nothing can be learnt")
+    if turns == "marked":
+        if not any(marks.values()):
+            raise ConfigError(
+                f"{where}: sft.turns=marked, and no message of the assistant has `weight` 1 or `train` true"
+            )
+        own = [number for number in own if marks.get(number)]
+    return tuple(own[-1:] if turns == "last" else own)
+
+
+def _marks(said: Sequence[Any], first: int, where: str) -> dict[int, bool]:
+    """Returns which messages of the assistant are marked: number, from `first` on → whether it is to be trained."""
+    found = {}
+    for number, message in enumerate(said, 1):
+        mark = next((message[key] for key in _MARKS if key in message), None)
+        if mark not in (None, 0, 1):
+            raise ConfigError(f"{where}: message {number} has a mark of {mark!r}, expected 0 or 1, true or false")
+        if mark is not None:
+            found[first + number - 1] = bool(mark)
+    return found
+
+
+def _messages(row: Row, name: str, where: str) -> list[Message]:
+    return messages_of(field(row, name, (list,), where), name, where)
+
+
+def _message(said: Any, place: str) -> Message:
+    if not isinstance(said, dict):
+        raise ConfigError(f"{place} is {type(said).__name__}, expected an object with `role` and `content`")
+    speaker, content = said.get("role", said.get("from")), said.get("content", said.get("value"))
+    role = _SPEAKERS.get(speaker) if isinstance(speaker, str) else None
+    if role is None:
+        raise ConfigError(f"{place} has the role {speaker!r}, expected one of {', '.join(_ROLES)}")
+    calls = said.get("tool_calls")
+    if speaker == "function_call":
+        content, calls = "", _called(content, place)
+    found = {"role": role, "content": _content(content, place)}
+    found |= {key: said[key] for key in ("name", "tool_call_id") if isinstance(said.get(key), str)}
+    if role != "assistant":
+        return found
+    thought = next((said[key] for key in _THINKING if said.get(key)), "")
+    if not isinstance(thought, str):
+        raise ConfigError(f"{place} has thinking that is {type(thought).__name__}, expected text")
+    found |= {"thinking": thought} if thought.strip() else {}
+    found |= {"tool_calls": _calls(calls, place)} if calls else {}
+    if not (found["content"].strip() or found.get("thinking") or calls):
+        raise ConfigError(f"{place} is the assistant's and says nothing")
+    return found
+
+
+def _content(said: Any, place: str) -> str:
+    if isinstance(said, list):
+        parts = [part.get("text") if isinstance(part, dict) else part for part in said]
+        if not all(isinstance(part, str) for part in parts):
+            raise ConfigError(f"{place} has a part that is no text: only text can be learnt from")
+        return "".join(parts)
+    if said is not None and not isinstance(said, str):
+        raise ConfigError(f"{place} has a content that is {type(said).__name__}, expected text")
+    return said or ""
+
+
+def _called(said: Any, place: str) -> Any:
+    """Returns the calls in the text of LLaMA-Factory's function_call."""
+    try:
+        found = parse_json(said) if isinstance(said, str) else said
+    except ValueError as e:
+        raise ConfigError(f"{place} is a call that is not JSON: {e}") from None
+    return found if isinstance(found, list) else [found]
+
+
+def _calls(said: Any, place: str) -> list[dict[str, Any]]:
+    try:
+        said = parse_json(said) if isinstance(said, str) else said
+        return [_call(call) for call in said]
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise ConfigError(
+            f"{place}: its tool_calls must be a list of functions with `name`, and `arguments`, an object or JSON text"
+        ) from None
+
+
+def _call(said: Any) -> dict[str, Any]:
+    function = said.get("function", said)
+    name, arguments = function["name"], function.get("arguments") or {}
+    arguments = parse_json(arguments) if isinstance(arguments, str) else arguments
+    if not isinstance(name, str) or not name or not isinstance(arguments, dict):
+        raise ValueError
+    call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    return call | ({"id": said["id"]} if isinstance(said.get("id"), str) else {})

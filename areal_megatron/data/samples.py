@@ -1,0 +1,205 @@
+"""Training samples of conversations: texts as the model will see them, of which what it is to say is trained.
+
+1. What comes before a trained message in its sample is what the chat template gives the model when it asks for this
+   message, to the character.
+2. Trained is what the model then has to say: the rest of what the template makes of the message, up to the word that
+   ends it; where the template marks what the assistant says (`{% generation %}`), exactly that.
+3. One sample has several trained messages where each one's beginning continues the sample before it. A template that
+   rewrites the past, such as one that drops earlier thinking, so gives several samples.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from areal_megatron.config import ConfigError
+from areal_megatron.data.chat_template import Span
+from areal_megatron.data.control_words import Hidden
+from areal_megatron.data.conversations import Conversation, Message
+from areal_megatron.data.tokenizer import Tokenizer
+
+_OPENED = re.compile(r"(?:</?[A-Za-z_][\w-]*>\s*)+\Z")
+"""Tags with which a template begins the answer."""
+_UNCLOSED = re.compile(r"<([A-Za-z_][\w-]*)>\s*\Z")
+_INLINE = re.compile(r"\s*<think>(.*?)</think>(.*)\Z", re.DOTALL)
+_KEYS = ("reasoning_content", "reasoning", "thinking")
+"""Where templates look for the thinking of a message."""
+
+
+@dataclass(frozen=True)
+class RenderedText:
+    """A rendered text, of which messages are trained."""
+
+    text: str
+    """Control words from outside are hidden in it, by `hidden`."""
+    hidden: Hidden
+    messages: list[list[Span]]
+    """The parts of the text that each trained message is."""
+
+    def continued(self, other: RenderedText) -> RenderedText:
+        """Returns a text that continues this one, with the trained messages of both."""
+        return RenderedText(other.text, other.hidden, self.messages + other.messages)
+
+
+class ConversationRenderer:
+    """Makes samples of conversations by a tokenizer's chat template.
+
+    Example:
+        renderer = ConversationRenderer(tokenizer)
+        conversation = conversation_of(row, "data.jsonl:1", turns="all")
+        renderer.samples(conversation, "data.jsonl:1")  # one, or several where the template drops earlier thinking
+    """
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+
+    def samples(self, conversation: Conversation, where: str) -> list[RenderedText]:
+        """Returns the samples of a conversation. Raises ConfigError, which names the row (`where`), for the reasons
+        that `check` and `answer` do."""
+        self.check(conversation, where)
+        hidden = self._tokenizer.hide()
+        found: list[RenderedText] = []
+        for number in conversation.trained:
+            new = self.answer(conversation, number, where, hidden)
+            if found and new.text.startswith(found[-1].text):
+                found[-1] = found[-1].continued(new)
+            else:
+                found.append(new)
+        return found
+
+    def check(self, conversation: Conversation, where: str) -> None:
+        """Raises ConfigError if there is no chat template, or it shows no tools and the row has some, or a message is
+        rendered already."""
+        if self._tokenizer.template is None:
+            raise ConfigError(
+                f"{where}: the row is a conversation, but the model has no chat template; give it one "
+                "(chat_template.jinja), or make the prompt and the response texts"
+            )
+        if conversation.tools and not self._shows_tools:
+            raise ConfigError(f"{where}: has tools, and the chat template shows none: say them in the system's message")
+        for number, message in enumerate(conversation.messages, 1):
+            self._tokenizer.check_unrendered(message["content"], f"{where}: message {number}")
+
+    def answer(
+        self, conversation: Conversation, number: int, where: str, hidden: Hidden, by_marks: bool = True
+    ) -> RenderedText:
+        """Returns the text of a conversation up to message `number`, from 0, of which that is trained: by the
+        template's marks where it has some, unless `by_marks` is false.
+
+        Raises ConfigError if the template refuses the messages, does not show the message's content, thinking or calls,
+        or shows the messages before it otherwise than when it asks for this one.
+        """
+        place, tools = f"{where}: message {number + 1}", conversation.tools
+        messages = [self._split(message) for message in conversation.messages[: number + 1]]
+        shown = [self._shown(message) for message in messages]
+        asked = self._tokenizer.rendered(shown[:-1], tools, where, hidden)
+        marks: list[Span] = []
+        whole = self._tokenizer.rendered(shown, tools, where, hidden, asks=False, marks=marks)
+        text, continues = self._continued(asked, whole, messages[-1], place, hidden)
+        own = [(begin, end) for begin, end in marks if end > len(asked)] if continues and by_marks else []
+        if not own:
+            text = self._ended(text, len(asked), messages[-1])
+            own = [(len(asked), len(text))]
+        if what := self._not_shown(messages[-1], text[own[0][0] :], hidden):
+            raise ConfigError(
+                f"{place} has {what}, and the chat template has no place for it there: take it out, or give the model "
+                "another chat template"
+            )
+        return RenderedText(text, hidden, [own])
+
+    def _continued(self, asked: str, whole: str, message: Message, place: str, hidden: Hidden) -> tuple[str, bool]:
+        """Returns the text with the answer, and whether it is `whole`, as the template has it.
+
+        It is another one where only the question begins the answer with a tag, or the template has no place for
+        thinking but that tag.
+        """
+        thought = self._tokenizer.written(message.get("thinking", "").strip(), hidden)
+        opened = _OPENED.search(asked)
+        begin = len(asked) if whole.startswith(asked) else opened.start() if opened else -1
+        if begin < 0 or not whole.startswith(asked[:begin]):
+            raise ConfigError(
+                f"{place} is answered after another text than the chat template shows before it: what the model would "
+                "be trained on is not what it will see"
+            )
+        rest, tag = whole[begin:], _UNCLOSED.search(asked)
+        is_missing = bool(tag and thought and self._not_shown(message, rest, hidden))
+        if begin == len(asked) and not is_missing:
+            return whole, True
+        if not tag or rest.lstrip().startswith(f"</{tag[1]}>"):
+            return asked + (thought if is_missing else "") + rest, False
+        return f"{asked}{thought}\n</{tag[1]}>\n\n{rest}", False
+
+    def _ended(self, text: str, begin: int, message: Message) -> str:
+        """Returns the text up to the word that ends the answer, which begins at `begin`; with it if it is missing."""
+        if (end := self._tokenizer.answer_end(text)) > begin:
+            return text[:end]
+        return text + self._tokenizer.next_words["tool" if message.get("tool_calls") else "user"]
+
+    def _not_shown(self, message: Message, answer: str, hidden: Hidden) -> str:
+        """Returns what of a message is not in the text that is trained: its thinking, content and calls, in this order,
+        since thinking may have the words of the content."""
+        thought, at = message.get("thinking", ""), 0
+        said = [("thinking", thought), ("content", message["content"])]
+        called = [call["function"]["name"] for call in message.get("tool_calls", [])]
+        for what, text in [*said, *((f"a call of {name!r}", name) for name in called)]:
+            written = self._tokenizer.written(text.strip(), hidden)
+            found = answer.find(written, at)
+            if found < 0:
+                return "thinking" if thought and not self._form else what
+            at = found + len(written)
+        return ""
+
+    def _split(self, message: Message) -> Message:
+        """Returns a message with the thinking apart that its content begins with, if the template knows of thinking."""
+        inline = _INLINE.match(message["content"]) if message["role"] == "assistant" else None
+        if not inline or message.get("thinking") or not self._says_think:
+            return message
+        return message | {"thinking": inline[1].strip("\n"), "content": inline[2].lstrip("\n")}
+
+    def _shown(self, message: Message) -> dict[str, Any]:
+        """Returns a message with its thinking where the template looks for it."""
+        thought = message.get("thinking")
+        rest = {key: value for key, value in message.items() if key != "thinking"}
+        return self._with_thought(rest, thought, self._form) if thought else rest
+
+    @staticmethod
+    def _with_thought(message: Message, thought: str, form: str) -> dict[str, Any]:
+        if form == "keys":
+            return message | dict.fromkeys(_KEYS, thought)
+        if form == "content":
+            return message | {"content": f"<think>\n{thought.strip()}\n</think>\n\n{message['content']}"}
+        return message
+
+    @cached_property
+    def _form(self) -> str:
+        """Where the template takes the thinking of a message from: `keys` or `content`; empty: nowhere."""
+        for form in ("keys", "content") if self._says_think else ("keys",):
+            hidden = self._tokenizer.hide()
+            answer = self._with_thought({"role": "assistant", "content": "1"}, hidden.place, form)
+            if hidden.place in self._rendered([{"role": "user", "content": "1"}, answer], None, hidden):
+                return form
+        return ""
+
+    @cached_property
+    def _says_think(self) -> bool:
+        return self._tokenizer.template.says("think>")
+
+    @cached_property
+    def _shows_tools(self) -> bool:
+        hidden = self._tokenizer.hide()
+        function = {"name": hidden.place, "description": "1", "parameters": {"type": "object", "properties": {}}}
+        tools = [{"type": "function", "function": function}]
+        return hidden.place in self._rendered([{"role": "user", "content": "1"}], tools, hidden)
+
+    def _rendered(self, messages: Sequence[Message], tools: list[Any] | None, hidden: Hidden) -> str:
+        """Returns the text of a conversation, empty if the template refuses it."""
+        try:
+            return self._tokenizer.rendered(messages, tools, "", hidden, asks=False)
+        except ConfigError:
+            return ""

@@ -1,0 +1,187 @@
+"""Conversations in the forms in which they are published, and rows that are none."""
+
+import json
+
+import pytest
+
+from areal_megatron.config import ConfigError
+from areal_megatron.data.conversations import conversation_of, is_conversation
+from areal_megatron.data.examples import read_examples
+from areal_megatron.data.prompts import LeftOut
+from areal_megatron.data.tokenizer import Tokenizer
+from tests.support.conversation_templates import folder_of
+
+USER, HELLO = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
+AGAIN, SUM = {"role": "user", "content": "2+3?"}, {"role": "assistant", "content": "5"}
+SYSTEM = {"role": "system", "content": "S"}
+ADD = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+CALLING = {"role": "assistant", "content": "", "tool_calls": [ADD]}
+TOLD = {"role": "tool", "content": "5"}
+TOOLS = [{"type": "function", "function": {"name": "add"}}]
+FOUR = [USER, HELLO, AGAIN, SUM]
+
+# name: (row, messages, tools, trained)
+FORMS = {
+    "OpenAI": ({"messages": FOUR}, FOUR, None, (1, 3)),
+    "a prompt beside messages": ({"prompt": "Hi", "prompt_id": "1", "messages": FOUR}, FOUR, None, (1, 3)),
+    "parts of content": (
+        {"messages": [USER | {"content": [{"type": "text", "text": "H"}, {"text": "i"}]}, HELLO]},
+        FOUR[:2],
+        None,
+        (1,),
+    ),
+    "thinking": (
+        {"messages": [USER, HELLO | {"thinking": "t"}]},
+        [USER, HELLO | {"thinking": "t"}],
+        None,
+        (1,),
+    ),
+    "reasoning_content": (
+        {"messages": [USER, HELLO | {"reasoning_content": "t", "name": None}]},
+        [USER, HELLO | {"thinking": "t"}],
+        None,
+        (1,),
+    ),
+    "tools, and arguments as text": (
+        {
+            "tools": TOOLS,
+            "messages": [
+                USER,
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "tool_calls": [{**ADD, "id": "c", "function": {"name": "add", "arguments": '{"a": 2}'}}],
+                },
+                TOLD | {"tool_call_id": "c"},
+                SUM,
+            ],
+        },
+        [USER, CALLING | {"tool_calls": [ADD | {"id": "c"}]}, TOLD | {"tool_call_id": "c"}, SUM],
+        TOOLS,
+        (1, 3),
+    ),
+    "flat calls, and tools as text": (
+        {
+            "tools": json.dumps(TOOLS),
+            "messages": [
+                USER,
+                {"role": "assistant", "tool_calls": [{"name": "add", "arguments": {"a": 2, "b": None}}]},
+                TOLD,
+                SUM,
+            ],
+        },
+        [USER, CALLING, TOLD, SUM],
+        TOOLS,
+        (1, 3),
+    ),
+    "AReaL's τ²": (
+        {
+            "messages": [SYSTEM, HELLO, AGAIN],
+            "answer": {"content": "", "thinking": "t", "tool_calls": [ADD]},
+            "metadata": {"turn_index": 1, "correct": 1},
+        },
+        [SYSTEM, HELLO, AGAIN, CALLING | {"thinking": "t"}],
+        None,
+        (3,),
+    ),
+    "ShareGPT": (
+        {
+            "conversations": [
+                {"from": "system", "value": "S"},
+                {"from": "human", "value": "Hi"},
+                {"from": "gpt", "value": "Hello"},
+            ]
+        },
+        [SYSTEM, USER, HELLO],
+        None,
+        (2,),
+    ),
+    "LLaMA-Factory": (
+        {
+            "conversations": [
+                {"from": "human", "value": "Hi"},
+                {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 2}}'},
+                {"from": "observation", "value": "5"},
+                {"from": "gpt", "value": "5"},
+            ],
+            "tools": json.dumps(TOOLS),
+        },
+        [USER, CALLING, TOLD, SUM],
+        TOOLS,
+        (1, 3),
+    ),
+    "TRL, prompt and completion": ({"prompt": FOUR[:3], "completion": [SUM]}, FOUR, None, (3,)),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_published_form_is_read(form):
+    row, messages, tools, trained = FORMS[form]
+    assert is_conversation(row)
+    found = conversation_of(row, "x:1", "all")
+    assert (found.messages, found.tools, found.trained) == (messages, tools, trained)
+    assert conversation_of(row, "x:1", "last").trained == trained[-1:]
+
+
+@pytest.mark.parametrize("marks", [("weight", 0, 1), ("train", False, True), ("train", None, True)])
+def test_marked_messages_alone_are_trained(marks):
+    key, no, yes = marks
+    messages = [USER, HELLO | {key: no}, AGAIN, SUM | {key: yes}]
+    assert conversation_of({"messages": messages}, "x:1", "marked").trained == (3,)
+    messages = [USER, HELLO | {key: yes}, AGAIN, SUM]
+    assert conversation_of({"messages": messages}, "x:1", "marked").trained == (1,)
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({"messages": [HELLO, SYSTEM, USER]}, "message 2 is of system, which comes first"),
+        ({"messages": [USER, HELLO, SUM]}, "message 3 is the assistant's, as is the one before it"),
+        ({"messages": [USER, HELLO, TOLD, SUM]}, "message 3 is a tool's result without a call"),
+        ({"messages": [USER, TOLD, SUM]}, "message 2 is a tool's result without a call"),
+        ({"messages": [USER, CALLING, TOLD, TOLD, SUM]}, "message 4 is a tool's result without a call"),
+        ({"messages": [USER, CALLING, AGAIN, TOLD, SUM]}, "message 4 is a tool's result without a call"),
+        (
+            {"messages": [USER, CALLING | {"tool_calls": [ADD | {"id": "c"}]}, TOLD | {"tool_call_id": "d"}]},
+            "message 3 is the result of call 'd', of which there is none",
+        ),
+        ({"messages": [SYSTEM, USER]}, "no message is the assistant's"),
+        ({"messages": "Hi"}, "field 'messages' is str, expected list"),
+        ({"messages": [USER, "Hello"]}, "message 2 of 'messages' is str, expected an object"),
+        ({"messages": [USER, {"role": "bot", "content": "a"}]}, "message 2 of 'messages' has the role 'bot', expected"),
+        ({"messages": [USER, {"content": "a"}]}, "message 2 of 'messages' has the role None, expected"),
+        ({"messages": [USER, HELLO | {"content": 5}]}, "message 2 of 'messages' has a content that is int"),
+        ({"messages": [USER, HELLO | {"content": [{"type": "image_url"}]}]}, "message 2 of 'messages' has a part that"),
+        ({"messages": [USER, HELLO | {"content": " "}]}, "message 2 of 'messages' is the assistant's and says nothing"),
+        ({"messages": [USER, HELLO | {"thinking": ["t"]}]}, "message 2 of 'messages' has thinking that is list"),
+        ({"messages": [USER, HELLO | {"tool_calls": [{"name": 1}]}]}, "message 2 of 'messages': its tool_calls must"),
+        ({"messages": [USER, HELLO | {"tool_calls": "x"}]}, "message 2 of 'messages': its tool_calls must be a list"),
+        ({"messages": [USER, HELLO], "tools": "x"}, "field 'tools' is no list of tools"),
+        ({"messages": [USER, HELLO], "tools": [1]}, "field 'tools' must be a list of objects"),
+        ({"messages": [USER], "answer": {"content": ""}}, "field 'answer' is the assistant's and says nothing"),
+        ({"conversations": [{"from": "human", "value": "a"}, {"from": "bard", "value": "b"}]}, "message 2 of 'conv"),
+    ],
+)
+def test_other_rows_are_refused_in_a_line(row, problem):
+    with pytest.raises(ConfigError) as error:
+        conversation_of(row, "x:1", "all")
+    assert str(error.value).startswith(f"x:1: {problem}") and "\n" not in str(error.value)
+
+
+def test_marks_that_are_none_and_rows_without_any_are_refused():
+    with pytest.raises(ConfigError, match=r"x:1: sft.turns=marked, and no message of the assistant has"):
+        conversation_of({"messages": [USER, HELLO]}, "x:1", "marked")
+    with pytest.raises(ConfigError, match=r"x:1: message 2 has a mark of 0.5, expected 0 or 1"):
+        conversation_of({"messages": [USER, HELLO | {"weight": 0.5}]}, "x:1", "all")
+
+
+def test_unusable_conversations_are_left_out_and_counted_if_asked_for(tmp_path):
+    rows = [{"messages": [USER, HELLO]}, {"messages": [USER, TOLD, SUM]}, {"messages": [USER, SUM | {"thinking": "t"}]}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer, left_out = Tokenizer(folder_of(tmp_path / "model", "qwen2.5")), LeftOut.none()
+    with pytest.raises(ConfigError, match=r"rows.jsonl:2: message 2 is a tool's result without a call"):
+        read_examples(path, tokenizer)
+    [example] = read_examples(path, tokenizer, unusable="skip", left_out=left_out)
+    assert example.where == f"{path}:1" and left_out.counts.total() == 2
+    assert left_out.lines()[0] == f"1 × message 2 is a tool's result without a call, such as {path}:2"
