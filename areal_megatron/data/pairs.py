@@ -9,15 +9,27 @@ from pathlib import Path
 import numpy as np
 
 from areal_megatron.config import ConfigError
-from areal_megatron.data.drawing import digest_of
+from areal_megatron.data.conversations import Conversation, Message, check_order, messages_of, tools_of
+from areal_megatron.data.drawing import digest_of, stated
 from areal_megatron.data.files import records
 from areal_megatron.data.formats import Chat, Row, field, prompt_of, text_of
+from areal_megatron.data.samples import ConversationRenderer
 from areal_megatron.data.tokenizer import Tokenizer
 
 _ANSWERS = ("chosen", "rejected")
 _PROMPTS = ("prompt", "question", "instruction")
+_MORE = ("tool_calls", "thinking", "reasoning_content", "reasoning", "tool_call_id")
+"""What a message may have beside a text."""
 _TURN = re.compile(r"\n\n(Human|Assistant): ?")
 _ROLES = {"Human": "user", "Assistant": "assistant"}
+
+
+Texts = tuple[str | Chat, str, str]
+"""A prompt, the better answer to it and the worse one."""
+Conversations = tuple[Conversation, Conversation]
+"""The same but for their last messages: the better answer and the worse one."""
+_Answers = tuple[list[int], list[int], list[int]]
+"""The tokens of a prompt, of the better answer and of the worse one."""
 
 
 @dataclass(frozen=True)
@@ -39,33 +51,68 @@ class Pair:
 
 
 def read_pairs(text: str | Path, tokenizer: Tokenizer) -> list[Pair]:
-    """Returns a pair for each row, in one of the formats of `read_pair`; rows whose two answers are the same teach
-    nothing and are left out.
+    """Returns a pair for each row, in one of the formats of `read_pair` and `read_conversations`; rows whose two
+    answers are the same teach nothing and are left out.
 
     Raises ConfigError, which names the file and the row, for an unreadable or empty file, a missing field, a wrong type
     or a prompt that the chat template refuses; also if no row has two different answers.
     """
-    found = list(records(text))
-    read = [read_pair(record.row, record.where) for record in found]
-    places = [record.where for record in found]
-    prompts = tokenizer.prompts([prompt for prompt, _, _ in read], places)
-    chosen, rejected = (tokenizer.responses([each[answer] for each in read], prompts, places) for answer in (1, 2))
+    found, texts, conversations = list(records(text)), {}, {}
+    for record in found:
+        if has_more_than_text(record.row):
+            conversations[record.id] = read_conversations(record.row, record.where)
+        else:
+            texts[record.id] = read_pair(record.row, record.where)
+    said: dict[int, Texts | Conversations] = texts | conversations
+    places = {record.id: record.where for record in found}
+    answers = _of_texts(texts, places, tokenizer) | _of_conversations(conversations, places, tokenizer)
     pairs = [
         Pair(
-            chosen=np.array([*tokens, *better], np.int32),
-            rejected=np.array([*tokens, *worse], np.int32),
-            prompt_length=len(tokens),
+            chosen=np.array([*prompt, *better], np.int32),
+            rejected=np.array([*prompt, *worse], np.int32),
+            prompt_length=len(prompt),
             source=record.source,
-            text=text_of(said[0]),
+            text=_before(said[record.id]),
             where=record.where,
-            digest=digest_of(record.id, *said),
+            digest=_digest(record.id, said[record.id]),
         )
-        for record, said, tokens, better, worse in zip(found, read, prompts, chosen, rejected, strict=True)
+        for record in found
+        for prompt, better, worse in [answers[record.id]]
         if better != worse
     ]
     if not pairs:
         raise ConfigError(f"{text}: in every row `chosen` and `rejected` are the same")
     return pairs
+
+
+def has_more_than_text(row: Row) -> bool:
+    """Whether a row has tools, or messages with more than a role and a text: thinking, calls, results of tools or
+    parts."""
+    said = [row.get(name) for name in (*_ANSWERS, *_PROMPTS)]
+    messages = [message for each in said if isinstance(each, list) for message in each if isinstance(message, dict)]
+    return bool(row.get("tools")) or any(
+        isinstance(message.get("content"), list) or message.get("role") == "tool" or any(map(message.get, _MORE))
+        for message in messages
+    )
+
+
+def read_conversations(row: Row, where: str) -> Conversations:
+    """Returns the conversations of a row that end with its better answer and with its worse one: in the shapes of
+    `read_pair`, with messages and tools as `conversation_of` reads them. Raises ConfigError."""
+    row = stated(row)
+    better, worse = (_messages(field(row, name, (str, list), where), name, where) for name in _ANSWERS)
+    if len(better) > 1 or len(worse) > 1:
+        if better[:-1] != worse[:-1]:
+            raise ConfigError(f"{where}: 'chosen' and 'rejected' differ before their last message")
+        before = better[:-1]
+    else:
+        before = _messages(_prompt(row, where, whole=False), "prompt", where, role="user")
+    tools, number = tools_of(row, where), len(before)
+    found = [Conversation([*before, answers[-1]], tools, (number,)) for answers in (better, worse)]
+    for name, conversation in zip(_ANSWERS, found, strict=True):
+        _check_answer(name, conversation.messages[-1]["role"], where)
+        check_order(conversation.messages, where)
+    return found[0], found[1]
 
 
 def read_pair(row: Row, where: str) -> tuple[str | Chat, str, str]:
@@ -86,19 +133,63 @@ def read_pair(row: Row, where: str) -> tuple[str | Chat, str, str]:
         prompt = _prompt(row, where)
     last = [turns[-1] for turns in conversations]
     for name, message in zip(_ANSWERS, last, strict=True):
-        if message["role"] != "assistant":
-            raise ConfigError(f"{where}: the last message of {name!r} is of role {message['role']!r}, not 'assistant'")
+        _check_answer(name, message["role"], where)
     return prompt, *(message["content"] for message in last)
 
 
-def _prompt(row: Row, where: str) -> str | Chat:
+def _check_answer(name: str, role: str, where: str) -> None:
+    if role != "assistant":
+        raise ConfigError(f"{where}: the last message of {name!r} is of role {role!r}, not 'assistant'")
+
+
+def _prompt(row: Row, where: str, whole: bool = True) -> str | Chat:
+    """Returns the prompt of a row; only with `whole` its messages must be texts."""
     name = next((name for name in _PROMPTS if name in row), "prompt")
-    prompt = prompt_of({"prompt": row[name]} if name in row else row, where)
+    own = {"prompt": row[name]} if name in row else row
+    prompt = prompt_of(own, where) if whole else field(own, "prompt", (str, list), where)
     system = row.get("system")
     if not system:
         return prompt
     asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     return [{"role": "system", "content": field(row, "system", (str,), where)}, *asked]
+
+
+def _messages(said: str | Chat, name: str, where: str, role: str = "assistant") -> list[Message]:
+    return messages_of([{"role": role, "content": said}] if isinstance(said, str) else said, name, where)
+
+
+def _of_texts(said: dict[int, Texts], places: dict[int, str], tokenizer: Tokenizer) -> dict[int, _Answers]:
+    where = [places[number] for number in said]
+    prompts = tokenizer.prompts([prompt for prompt, _, _ in said.values()], where)
+    chosen, rejected = (
+        tokenizer.responses([each[answer] for each in said.values()], prompts, where) for answer in (1, 2)
+    )
+    return dict(zip(said, zip(prompts, chosen, rejected, strict=True), strict=True))
+
+
+def _of_conversations(
+    said: dict[int, Conversations], places: dict[int, str], tokenizer: Tokenizer
+) -> dict[int, _Answers]:
+    renderer, answers = ConversationRenderer(tokenizer), {}
+    for number, conversations in said.items():
+        where, hidden, texts = places[number], tokenizer.hide(), []
+        for conversation in conversations:
+            renderer.check(conversation, where)
+            text = renderer.answer(conversation, conversation.trained[0], where, hidden, by_marks=False)
+            texts.append((text.text, hidden, text.messages[0]))
+        (better, [(begin, _)]), (worse, _) = tokenizer.spans(texts, [where, where], apart=True)
+        answers[number] = better[:begin], better[begin:], worse[begin:]
+    return answers
+
+
+def _before(said: Texts | Conversations) -> str:
+    return text_of(said[0].messages[:-1] if isinstance(said[0], Conversation) else said[0])
+
+
+def _digest(number: int, said: Texts | Conversations) -> bytes:
+    if isinstance(said[0], Conversation):
+        return digest_of(number, *((each.messages, each.tools) for each in said))
+    return digest_of(number, *said)
 
 
 def _conversation(answer: str | Chat, name: str, where: str) -> Chat:

@@ -10,6 +10,8 @@ from areal_megatron.data.check import check_data
 from areal_megatron.data.pairs import read_pair, read_pairs
 from areal_megatron.data.supervised import SupervisedData, write
 from areal_megatron.data.tokenizer import Tokenizer
+from tests.support.chat_folders import reference
+from tests.support.conversation_templates import QWEN3, folder_of, marked
 
 USER = {"role": "user", "content": "What is 1+1?"}
 RIGHT, WRONG = {"role": "assistant", "content": "2"}, {"role": "assistant", "content": "3"}
@@ -77,6 +79,78 @@ def test_pairs_are_tokenized_as_examples_are(world, tmp_path):
     assert pairs[2].rejected[: len(prompt)].tolist() == prompt and pairs[2].prompt_length == len(prompt)
     with pytest.raises(ConfigError, match="in every row `chosen` and `rejected` are the same"):
         read_pairs(save(tmp_path / "same.jsonl", [same]), tokenizer)
+
+
+CALL = {"id": "c", "function": {"name": "add", "arguments": '{"a": 1}'}}
+TOOLS = [{"type": "function", "function": {"name": "add"}}]
+CALLING = {"role": "assistant", "content": None, "reasoning_content": "use it", "tool_calls": [CALL]}
+GUESSING = {"role": "assistant", "content": "3", "reasoning_content": "guess"}
+RESULT = {"role": "tool", "content": "2", "tool_call_id": "c"}
+Q_BEGIN = (
+    f"<|im_start|>system\nAdd.\n\n# Tools\n{json.dumps(TOOLS[0])}<|im_end|>\n"
+    "<|im_start|>user\nWhat is 1+1?<|im_end|>\n<|im_start|>assistant\n"
+)
+Q_CALL = '<think>\nuse it\n</think>\n\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>'
+Q_TOLD = f"{Q_BEGIN}{Q_CALL}\n<|im_start|>user\n<tool_response>\n2\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+Q_GUESS = "<think>\nguess\n</think>\n\n3<|im_end|>"
+MESSAGES = {
+    "an answer each": (
+        {"prompt": [SYSTEM, USER], "chosen": [CALLING], "rejected": [GUESSING], "tools": TOOLS},
+        (Q_BEGIN, Q_CALL, Q_GUESS),
+    ),
+    "whole conversations": (
+        {
+            "chosen": [SYSTEM, USER, CALLING, RESULT, RIGHT | {"thinking": "2 it is"}],
+            "rejected": [SYSTEM, USER, CALLING, RESULT, GUESSING],
+            "tools": json.dumps(TOOLS),
+        },
+        (Q_TOLD, "<think>\n2 it is\n</think>\n\n2<|im_end|>", Q_GUESS),
+    ),
+    "a text against a message": (
+        {"prompt": "What is 1+1?", "system": "Add.", "chosen": "2", "rejected": [GUESSING], "tools": TOOLS},
+        (Q_BEGIN, "<think>\n\n</think>\n\n2<|im_end|>", Q_GUESS),
+    ),
+}
+
+
+@pytest.mark.parametrize("marks", [False, True])
+@pytest.mark.parametrize("shape", MESSAGES)
+def test_messages_with_thinking_and_calls_are_rendered_by_the_template(tmp_path, shape, marks):
+    row, texts = MESSAGES[shape]
+    folder = folder_of(tmp_path / "model", "qwen3", template=marked(QWEN3) if marks else None)
+    [pair] = read_pairs(save(tmp_path / "pairs.jsonl", [row]), Tokenizer(folder))
+    prompt, better, worse = (reference(folder)(text, add_special_tokens=False).input_ids for text in texts)
+    assert (pair.chosen.tolist(), pair.rejected.tolist()) == ([*prompt, *better], [*prompt, *worse])
+    assert pair.prompt_length == len(prompt) and "What is 1+1?" in pair.text
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        (
+            {"prompt": [USER, RESULT], "chosen": [CALLING], "rejected": [GUESSING]},
+            "message 2 is a tool's result without",
+        ),
+        (
+            {"prompt": [USER], "chosen": [CALLING], "rejected": [USER]},
+            "the last message of 'rejected' is of role 'user'",
+        ),
+        (
+            {"prompt": [USER], "chosen": [GUESSING], "rejected": [WRONG | {"thinking": 1}]},
+            "message 1 of 'rejected' has",
+        ),
+        ({"chosen": [USER, CALLING], "rejected": [SYSTEM, USER, WRONG]}, "'chosen' and 'rejected' differ before"),
+        (
+            {"prompt": [USER], "chosen": [GUESSING], "rejected": [WRONG]},
+            "message 2 has thinking, and the chat template",
+        ),
+    ],
+)
+def test_bad_messages_of_pairs_are_refused_in_a_line(tmp_path, row, problem):
+    folder = folder_of(tmp_path / "model", "qwen2.5")
+    with pytest.raises(ConfigError) as error:
+        read_pairs(save(tmp_path / "pairs.jsonl", [row]), Tokenizer(folder))
+    assert str(error.value).startswith(f"{tmp_path}/pairs.jsonl:1: {problem}") and "\n" not in str(error.value)
 
 
 @pytest.fixture
