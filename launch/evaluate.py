@@ -415,7 +415,10 @@ def _in_options(problem: str) -> str:
 
 
 def _whole_numbers(text: str) -> list[int]:
-    return sorted({int(part) for part in text.split(",")})
+    try:
+        return sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected whole numbers with commas between them, such as 1,8, is {text!r}") from None
 
 
 def _parser() -> Parser:

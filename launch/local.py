@@ -21,6 +21,7 @@ from areal_megatron.planning.pools import Node
 from areal_megatron.process.shown import guard
 from areal_megatron.run import descriptors
 from areal_megatron.run.folder import Replaced
+from areal_megatron.run.network import check_network
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -31,6 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
     options.again = _again(parser.prog, sys.argv[1:] if arguments is None else arguments)
     try:
         config = config_file.load(options.config, options.overrides)
+        check_network(config.machine.host, ["this machine"])
         config.machine.device = device_of(config)
         gpu_gib = gpus.smallest_gib(gpus.visible()) if config.machine.device == "cuda" else 0
         if options.dry_run:

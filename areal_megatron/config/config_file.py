@@ -222,8 +222,8 @@ def _check_known(key: str, where: str) -> None:
         raise ConfigError(f"{where}: unknown key {key!r}: {sentence}")
     found = nearest(key)
     known = f", which is {describe(_FIELDS[found])}" if found in _FIELDS else ""
-    remark = f"; {REMARKS[found]}" if found in REMARKS and key.split(".")[-1] != found.split(".")[-1] else ""
-    hint = f"did you mean {found!r}{known}?{remark}" if found else f"see {_KEYS}"
+    remark = f" ({REMARKS[found]})" if found in REMARKS and key.split(".")[-1] != found.split(".")[-1] else ""
+    hint = f"did you mean {found!r}{known}{remark}?" if found else f"see {_KEYS}"
     raise ConfigError(f"{where}: unknown key {key!r}, {hint}")
 
 

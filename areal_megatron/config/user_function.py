@@ -34,6 +34,15 @@ def import_function(path: str, key: str) -> Callable:
     return function
 
 
+def check_path(path: str, key: str) -> None:
+    """Raises ConfigError for the path of a file in place of an import path; imports nothing."""
+    module, _, function = path.partition(":")
+    if "://" not in path and (module.endswith(".py") or "/" in module):
+        file = Path(module)
+        where = "" if file.parent == Path() else f", with {file.parent} in PYTHONPATH"
+        raise ConfigError(f"{key}: {path} names a file; name its module: {file.stem}:{function or 'FUNCTION'}{where}")
+
+
 def code_of(path: str) -> dict[str, str]:
     """Returns file → digest of the code behind an import path: its module and the modules beside it that this imports,
     but ours. Nothing is run; what is not found, or installed, is not known."""

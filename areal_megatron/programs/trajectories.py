@@ -86,11 +86,12 @@ def chosen(place: Path, options: argparse.Namespace) -> Iterator[TrainedTrajecto
 
 
 def span(text: str) -> tuple[float, float]:
-    """Parses `LOW..HIGH`, `LOW..`, `..HIGH` or one value. Raises ValueError."""
+    """Parses `LOW..HIGH`, `LOW..`, `..HIGH` or one value. Raises ArgumentTypeError."""
     low, dots, high = text.partition("..")
-    if not dots:
-        return float(low), float(low)
-    return float(low or "-inf"), float(high or "inf")
+    try:
+        return (float(low or "-inf"), float(high or "inf")) if dots else (float(low), float(low))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a number, or LOW..HIGH, LOW.. or ..HIGH, is {text!r}") from None
 
 
 def styles(trained: TrainedTrajectory, colour: str, ratios: np.ndarray | None) -> list[str]:

@@ -11,7 +11,7 @@ from numbers import Real
 from typing import Any
 
 from areal_megatron.config import ConfigError, RewardConfig
-from areal_megatron.config.user_function import import_function
+from areal_megatron.config.user_function import check_path, import_function
 
 RewardFunction = Callable[..., float | tuple[float, str]]
 """f(prompt, response, answer) → score, or (score, feedback); one with a parameter `row` gets the row of the data set
@@ -65,6 +65,7 @@ def _import(name: str) -> Callable:
 
 def check_name(name: str) -> None:
     """Raises ConfigError for what is no reward and no import path; imports nothing."""
+    check_path(name, "reward.function")
     if name not in (*BUILT_IN, "model") and not all(name.partition(":")):
         near = difflib.get_close_matches(name, BUILT_IN, 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from areal_megatron.config import ConfigError
-from areal_megatron.config.user_function import import_function
+from areal_megatron.config.user_function import check_path, import_function
 from areal_megatron.reward.function import LARGEST_SCORE, WrongResult, is_score
 
 KEY = "reward.group_function"
@@ -45,6 +45,7 @@ def load_group_function(path: str) -> GroupFunction:
 
     Raises ConfigError if there is no such function, or if it cannot be called with three arguments.
     """
+    check_path(path, KEY)
     if not all(path.partition(":")):
         raise ConfigError(f"{KEY}: {path!r} is no import path, expected package.module:function")
     function = import_function(path, KEY)

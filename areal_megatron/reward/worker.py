@@ -148,8 +148,10 @@ class Functions:
         except (Exception, SystemExit) as e:  # the function is the user's
             raised = isinstance(e, MISTAKES)
             at_fault = self._group_function if is_group else self._function
-            bug = place_of(e, at_fault) if raised or isinstance(e, (WrongResult, SystemExit)) else ""
-            return Scored(problem=_problem(e, request.where), last=isinstance(e, MemoryError), bug=bug, raised=raised)
+            lacks = "" if is_group else _lacking_column(e, request)
+            bug = place_of(e, at_fault) if raised or lacks or isinstance(e, (WrongResult, SystemExit)) else ""
+            problem = _problem(e, request.where) + lacks
+            return Scored(problem=problem, last=isinstance(e, MemoryError), bug=bug, raised=raised)
 
     def _score(self, answer: Answer) -> Scored:
         text = self._response(answer)
@@ -205,6 +207,14 @@ def _problem(error: BaseException, where: str) -> str:
     text = " ".join(str(error)[:_LONGEST_PROBLEM].split()).encode(errors="backslashreplace").decode()
     kind = "" if isinstance(error, WrongResult) else f"{type(error).__name__}: "
     return f"{where}: {kind}{text}" if where else f"{kind}{text}"
+
+
+def _lacking_column(error: BaseException, answer: Answer) -> str:
+    """Returns which columns a row has, for a KeyError about another one; "" for any other error."""
+    name = error.args[0] if isinstance(error, KeyError) and error.args else None
+    if answer.row is None or not isinstance(name, str) or name in answer.row:
+        return ""
+    return f" is no column of the row, which has {', '.join(answer.row)}"
 
 
 def _limit_memory() -> int:

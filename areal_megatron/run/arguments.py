@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import re
 import sys
 from typing import Any, NoReturn
 
 from areal_megatron.command import program
 from areal_megatron.config import config_file
+from areal_megatron.config.other_names import NONE_HERE, find
 
 _REQUIRED = "the following arguments are required: "
 _UNKNOWN = "unrecognized arguments: "
+_NO_NUMBER = re.compile(r"argument (.+): invalid (int|float) value: (.*)")
+_NUMBERS = {"int": "a whole number", "float": "a number"}
 
 
 class Parser(argparse.ArgumentParser):
@@ -41,6 +45,8 @@ class Parser(argparse.ArgumentParser):
         if message.startswith(_REQUIRED):
             lacking = [name for name in message.removeprefix(_REQUIRED).split(", ") if name != "key=value"]
             told = f"{' and '.join(lacking)} missing: {_lines(self.format_usage())}"
+        if found := _NO_NUMBER.fullmatch(message):
+            told = f"{found[1]}: expected {_NUMBERS[found[2]]}, is {found[3]}"
         if message.startswith(_UNKNOWN):
             told = self._about(message.removeprefix(_UNKNOWN).split(" "))
         print(f"error: {self.prog}: {told}; {self.prog} --help says more", file=sys.stderr)
@@ -55,6 +61,8 @@ class Parser(argparse.ArgumentParser):
         if near or not self._takes_config:
             return f"there is no option {first}" + (f", did you mean {near[0]}?" if near else "")
         key = first.lstrip("-").replace("-", "_")
+        if sentence := find(key, NONE_HERE):
+            return f"there is no option {first}: {sentence}"
         meant = key if config_file.is_key(key) else config_file.nearest(key) or "KEY"
         meant = meant if "=" in meant else f"{meant}={value}"
         return f"there is no option {first}; keys of the config are given without dashes: {meant}"

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from areal_megatron.config import Config, ConfigError, RolloutConfig
-from areal_megatron.config.user_function import import_function
+from areal_megatron.config.user_function import check_path, import_function
 
 KEY = "rollout.workflow"
 SINGLE_TURN = "single_turn"
@@ -48,6 +48,7 @@ def load_workflow(rollout: RolloutConfig) -> Workflow | None:
 
 def check_name(name: str) -> None:
     """Raises ConfigError for what is neither a workflow of this package nor an import path; imports nothing."""
+    check_path(name, KEY)
     if name not in WORKFLOWS and not all(name.partition(":")):
         near = difflib.get_close_matches(name, WORKFLOWS, 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""

@@ -23,6 +23,7 @@ ROWS = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(8)]
 MINE = """
 def score(prompt, response, answer): return 1.0
 def four(prompt, response, answer, other): return 1.0
+def column(prompt, response, answer, row): return row["levl"]
 def text(prompt, response, answer): return "right"
 def workflow(episode): return 1.0
 async def two(episode, other): return 1.0
@@ -36,6 +37,7 @@ def place(world, tmp_path_factory):
     shutil.copytree(world / "model", folder / "model")
     files = {
         "d.jsonl": ROWS,
+        "levels.jsonl": [row | {"level": 3} for row in ROWS],
         "e.jsonl": [{"prompt": "9+9=", "answer": "18"}],
         "question.jsonl": [{"question": "6*7?", "answer": "42"}],
         "target.jsonl": [{"question": "6*7?", "target": "42"}],
@@ -102,7 +104,7 @@ def given(*overrides):
 
 
 KEYS = {
-    "rollout.engine=2": "did you mean 'rollout.engines', which is a whole number, at least 1?",
+    "rollout.engine=2": "did you mean 'rollout.engines', which is a whole number, at least 1 (an engine has rollout.tp GPUs)?",
     "lr=1e-5": "unknown key 'lr', did you mean 'optimizer.lr', which is a number",
     "updates=many": "updates: must be a whole number, at least 1, is 'many'",
     "updates=-1": "updates: must be a whole number, at least 1",
@@ -126,6 +128,13 @@ KEYS = {
     "reward.function=nowhere:score": "reward.function: cannot import nowhere: ModuleNotFoundError",
     "reward.function=imports:score": "reward.function: cannot import imports: ModuleNotFoundError",
     "reward.function=wrong:score": "reward.function: cannot import wrong: SyntaxError: invalid syntax (wrong.py, ",
+    "reward.function=mine.py:score": "mine.py:score names a file; name its module: mine:score",
+    "reward.function=mine.py": "mine.py names a file; name its module: mine:FUNCTION",
+    "reward.function=rewards/mine.py:score": "name its module: mine:score, with rewards in PYTHONPATH",
+    "rollout.workflow=mine.py:two": "mine.py:two names a file; name its module: mine:two",
+    "reward.group_function=mine.py:score": "mine.py:score names a file; name its module: mine:score",
+    "reward.function=mine:column data.train=levels.jsonl": "KeyError: 'levl' is no column of the row, which has prompt, answer, level (",
+    "machine.host=nosuch": "machine.host: 'nosuch' is no address and no interface of",
     "reward.function=mine:four": "missing a required argument: 'other'; the other columns of a row come in a fourth",
     "reward.function=mine:text": "to d.jsonl:1: the reward function returned 'right', expected a finite number",
     "trainer.tp=64 machine.slots=65": "trainer.tp",
@@ -142,7 +151,9 @@ KEYS = {
     "wandb.enabled=true": "did you mean 'track.to=wandb'?",
     "trainer.logger=wandb": "did you mean 'track.to=wandb'?",
     "data.max_response_length=9": "did you mean 'rollout.max_new_tokens', which is",
-    "data.train_batch_size=9": "did you mean 'batch_size', which is a whole number, at least 1?; it counts answers",
+    "data.train_batch_size=9": "did you mean 'batch_size', which is a whole number, at least 1 (it counts answers: prompts × rollout.group_size)?",
+    "rollout_num_gpus=2": "a whole number, at least 1 (an engine has rollout.tp GPUs)?",
+    "num_nodes=2": "the nodes are those of the job: areal submit --nodes N --gpus M",
     "actor_rollout_ref.actor.use_kl_loss=true": "did you mean 'ppo.penalty.kl'",
     "actor_rollout_ref.rollout.val_kwargs.n=4": "did you mean 'eval.n'",
     "lora.rank=8": "unknown key 'lora.rank': there is no LoRA",
@@ -200,6 +211,12 @@ COMMANDS = {
     "--gpus 4": "did you mean 'tool_use'?",
     "plan ppo.yaml name=x model.path=model data.train=d.jsonl reward.function=mth --nodes 1 --gpus 4": "mean 'math'?",
     "plan ppo.yaml name=x model.path=models/X data.train=d.jsonl --nodes 1 --gpus 4": "models/X",
+    "simulate ppo.yaml model.path=model --gpu h100 --median 40 --nodes 2": "there is no option --nodes: the nodes are "
+    "those of the job",
+    "trajectories x --reward high": "--reward: expected a number, or LOW..HIGH, LOW.. or ..HIGH, is 'high'",
+    "evaluate model d.jsonl --k one": "--k: expected whole numbers with commas between them, such as 1,8, is 'one'",
+    "evaluate model d.jsonl --n many": "--n: expected a whole number, is 'many'",
+    "evaluate model d.jsonl --temperature hot": "--temperature: expected a number, is 'hot'",
     "evaluate model d.jsonl --n 2 --k 4": "--k: pass@4 needs --n 4 or more, it is 2",
     "evaluate model d.jsonl --max-new-tokens 9999": "--max-new-tokens: with",
     "evaluate model object.jsonl": "object.jsonl:1: the reward math cannot use the answer: it is an object",
