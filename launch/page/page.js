@@ -316,7 +316,7 @@ async function showRuns(all) {
   await Promise.all(all.runs.map(async ({ name, revision }) => {
     const run = drawn.get(name);
     if (!run || run.revision === revision || revision < 0) return;
-    [run.curves, run.revision] = [await ask("api/curves", name), revision];
+    [run.curves, run.revision] = [saved ? saved.curves[name] : await ask("api/curves", name), revision];
   }));
   showCurves(overlaid());
 }
@@ -337,7 +337,7 @@ function listRuns(all) {
     });
     const swatch = make("i", { className: "swatch", hidden: !drawn.has(run.name) });
     swatch.style.background = drawn.get(run.name)?.colour ?? "";
-    const link = make("a", { href: `?run=${encodeURIComponent(run.name)}#${token}` }, run.name);
+    const link = saved ? run.name : make("a", { href: `?run=${encodeURIComponent(run.name)}#${token}` }, run.name);
     const state = `${STATES[run.state] ?? run.state}${run.phase ? ` · ${run.phase}` : ""}`;
     const cells = [state, run.updates ? `${run.version} of ${run.updates}` : "", run.reward || "", run.accuracy || "",
       run.updated ? new Date(1000 * run.updated).toLocaleString("en-GB") : ""];
@@ -539,6 +539,7 @@ async function look() {
   clearTimeout(timer);
   if (saved) {
     by("trained").hidden = true;
+    if (saved.overview.runs) return showRuns(saved.overview);
     showOverview(saved.overview);
     showAnswers(saved.answers);
     return showCurves(saved.curves);

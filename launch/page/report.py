@@ -1,6 +1,6 @@
 """Writes the page of a run into one file that needs neither a server nor a network: `areal report RUN [--out FILE]`.
 
-It is the page that `areal status --web` serves, as the run is now, without its trajectories. timeline.json in the run
+Of a folder of runs it is a page of all of them, side by side. It is the page that `areal status --web` serves, as the run is now, without its trajectories. timeline.json in the run
 folder has every process on one clock, for ui.perfetto.dev or chrome://tracing. Works for finished, running and failed
 runs. Exit code 2: no such run.
 """
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_megatron.config import config_file
+from areal_megatron.launch.page.runs import WatchedRuns, holds_runs
 from areal_megatron.launch.page.watched import Watched, as_json
 from areal_megatron.observe.spans import Span, merge, read_spans, speeds_with_and_without
 from areal_megatron.process.files import write_atomically
@@ -42,6 +43,17 @@ def write_report(run: Run, out: Path) -> None:
         head = ("trainer, tokens/s of a rank", "steps that meet a publish", "other steps", "share kept")
         drawn["tables"].insert(1, {"title": "What publishing costs", "head": head, "rows": rows})
     write_atomically(out, inlined({"overview": overview, "curves": drawn, "answers": watched.answers()}))
+
+
+def write_comparison(folder: Path, out: Path) -> None:
+    """Writes the page of the runs in a folder, side by side. Raises OSError."""
+    watched = WatchedRuns(folder)
+    watched.refresh()
+    overview = watched.overview()
+    for line in overview["runs"]:
+        line["state"] = "" if line["state"] == "silent" else line["state"]  # nobody waits for a sign of life
+    curves = {name: one.drawn() for name, one in watched.runs.items() if one.config}
+    write_atomically(out, inlined({"overview": overview, "curves": curves}))
 
 
 def inlined(saved: dict[str, Any]) -> str:
@@ -77,12 +89,13 @@ def _publish_rows(spans: list[Span]) -> list[tuple[str, ...]]:
 def main() -> int:
     guard()
     parser = Parser("areal_megatron.launch.page.report", __doc__)
-    parser.add_argument("run", type=Path, help="run folder, e.g. runs/demo")
-    parser.add_argument("--out", type=Path, help="the file to write; default: report.html in the run folder")
+    parser.add_argument("run", type=Path, help="run folder, e.g. runs/demo, or a folder of runs")
+    parser.add_argument("--out", type=Path, help="the file to write; default: report.html in that folder")
     options = parser.parse_args()
     out = options.out or options.run / "report.html"
     try:
-        write_report(Run(options.run), out)
+        run = Run(options.run)
+        write_comparison(options.run, out) if holds_runs(run) else write_report(run, out)
     except (ValueError, OSError) as e:
         print(f"error: {e}", file=sys.stderr)
         return 2

@@ -59,6 +59,14 @@ class WatchedRuns:
         self.runs = {name: self.runs.get(name) or Watched(Run(self._folder / name)) for name in names}
 
 
+def holds_runs(run: Run) -> bool:
+    """Whether a folder is that of several runs, and of none itself."""
+    try:
+        return run.folder.is_dir() and not run.config.exists() and any(runs_in(run.folder))
+    except OSError:
+        return False
+
+
 def runs_in(folder: Path) -> Iterator[tuple[float, Path]]:
     """Yields the run folders in a folder that is none itself, and in its folders, each with the time at which its
     config was written. Raises OSError."""

@@ -22,7 +22,7 @@ from aiohttp import web
 
 from areal_megatron.config import ConfigError
 from areal_megatron.launch.page.browser import Browser
-from areal_megatron.launch.page.runs import WatchedRuns, runs_in
+from areal_megatron.launch.page.runs import WatchedRuns, holds_runs
 from areal_megatron.launch.page.watched import Watched, as_json
 from areal_megatron.run import descriptors
 from areal_megatron.run.folder import Run
@@ -105,9 +105,14 @@ class Page:
 
     async def _look(self) -> None:
         try:
-            await asyncio.to_thread(self.watched.refresh)
+            await asyncio.to_thread(self._refresh)
         finally:
             self._looked_at, self._looking = time.monotonic(), None
+
+    def _refresh(self) -> None:
+        if isinstance(self.watched, Watched) and self.watched.config is None and holds_runs(self.watched.run):
+            self.watched = WatchedRuns(self.watched.run.folder)  # it was empty, or not there
+        self.watched.refresh()
 
     async def _overview(self, request: web.BaseRequest) -> web.Response:
         await self._fresh()
@@ -184,8 +189,6 @@ def serve(run: Run, host: str, port: int) -> None:
     ConfigError if it cannot listen."""
     if run.folder.exists() and not run.folder.is_dir():
         raise ConfigError(f"{run.folder} is no folder of a run or of runs")
-    several = run.folder.is_dir() and not run.config.exists() and any(runs_in(run.folder))
-    watched = WatchedRuns(run.folder) if several else Watched(run)
     own, token = address(host), token_of(run)
     descriptors.raise_limit()
     listening = socket.socket(socket.AF_INET6 if ":" in own else socket.AF_INET)
@@ -197,7 +200,7 @@ def serve(run: Run, host: str, port: int) -> None:
         raise ConfigError(f"--port: {port} of {own} cannot be listened on: {e.strerror}; choose another") from None
     shown = f"[{own}]" if ":" in own else own
     print(f"http://{shown}:{listening.getsockname()[1]}/#{token}", flush=True)
-    asyncio.run(_serve(Page(watched, token), listening))
+    asyncio.run(_serve(Page(Watched(run), token), listening))
     print("ended", file=sys.stderr)
 
 

@@ -26,7 +26,7 @@ from areal_megatron.data import dumps
 from areal_megatron.data.dumps import Dump, write
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.launch.page import browser as trajectory_browser
-from areal_megatron.launch.page import runs, server
+from areal_megatron.launch.page import report, runs, server
 from areal_megatron.launch.page.browser import Browser
 from areal_megatron.launch.page.history import MOST_POINTS, History, thinned
 from areal_megatron.launch.page.report import write_report
@@ -382,6 +382,39 @@ def test_a_run_that_has_not_begun(tmp_path, model, browser):  # noqa: F811
             page.screenshot(Path(folder) / "live-empty.png")
         make(tmp_path, model)[1].close()
         page.wait("document.title === '12/40 · run' && document.querySelectorAll('.figure').length > 15")
+
+
+@pytest.mark.parametrize("there", [False, True], ids=["no folder", "an empty folder"])
+def test_a_folder_opened_before_its_first_run_lists_those_that_come(tmp_path, model, browser, there):  # noqa: F811
+    if there:
+        (tmp_path / "runs").mkdir()
+    with looked_at(browser, tmp_path / "runs") as page:
+        page.wait("document.body.innerText.includes('The run has not begun.')")
+        made = [make(tmp_path / "runs", model, updates, name)[1] for name, updates in (("one", 3), ("two", 5))]
+        page.wait("document.title === '2 runs' && document.querySelectorAll('.figure').length > 10", 15)
+        assert "has not begun" not in page.value("document.body.innerText") and fits(page)
+        for metrics in made:
+            metrics.close()
+
+
+def test_a_report_of_several_runs_is_one_file(tmp_path, model, browser, capsys, monkeypatch):  # noqa: F811
+    for place, name, updates in RUNS:
+        make(tmp_path / "runs" / place, model, updates, name)[1].close()
+    monkeypatch.setattr(sys, "argv", ["areal", str(tmp_path / "runs")])
+    assert report.main() == 0 and capsys.readouterr().out == f"{tmp_path}/runs/report.html\n"
+    browser.leave()
+    browser.errors.clear()
+    for width, dark in ((1300, False), (400, True)):
+        browser.open((tmp_path / "runs/report.html").as_uri(), width=width, dark=dark)
+        browser.wait("document.title === '3 runs' && document.querySelectorAll('.figure').length > 10")
+        figure = "[...document.querySelectorAll('.figure')].find(f => f.textContent.startsWith('Reward'))"
+        browser.wait(f"{figure}.querySelectorAll('polyline').length === 3")
+        shown = browser.value("document.body.innerText")
+        assert all(name in shown for _, name, _ in RUNS) and "Trajectories" not in shown and "Loading" not in shown
+        assert fits(browser) and browser.errors == []
+        browser.value("document.querySelectorAll('#all-runs input')[1].click()")
+        browser.wait(f"{figure}.querySelectorAll('polyline').length === 2")
+        browser.leave()
 
 
 def test_an_address_without_the_token_shows_nothing(tmp_path, model, browser):  # noqa: F811
