@@ -418,7 +418,7 @@ def _whole_numbers(text: str) -> list[int]:
     try:
         return sorted({int(part) for part in text.split(",")})
     except ValueError:
-        raise argparse.ArgumentTypeError(f"expected whole numbers with commas between them, such as 1,8, is {text!r}") from None
+        raise argparse.ArgumentTypeError(f"expected whole numbers such as 1,8, is {text!r}") from None
 
 
 def _parser() -> Parser:

@@ -1,8 +1,8 @@
 """Writes the page of a run into one file that needs neither a server nor a network: `areal report RUN [--out FILE]`.
 
-Of a folder of runs it is a page of all of them, side by side. It is the page that `areal status --web` serves, as the run is now, without its trajectories. timeline.json in the run
-folder has every process on one clock, for ui.perfetto.dev or chrome://tracing. Works for finished, running and failed
-runs. Exit code 2: no such run.
+It is the page that `areal status --web` serves, as the run is now, without its trajectories; of a folder of runs, all
+side by side. timeline.json in the run folder has every process on one clock, for ui.perfetto.dev or
+chrome://tracing. Works for finished, running and failed runs. Exit code 2: no such run.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def given(*overrides):
 
 
 KEYS = {
-    "rollout.engine=2": "did you mean 'rollout.engines', which is a whole number, at least 1 (an engine has rollout.tp GPUs)?",
+    "rollout.engine=2": "'rollout.engines', which is a whole number, at least 1 (an engine has rollout.tp GPUs)?",
     "lr=1e-5": "unknown key 'lr', did you mean 'optimizer.lr', which is a number",
     "updates=many": "updates: must be a whole number, at least 1, is 'many'",
     "updates=-1": "updates: must be a whole number, at least 1",
@@ -133,7 +133,8 @@ KEYS = {
     "reward.function=rewards/mine.py:score": "name its module: mine:score, with rewards in PYTHONPATH",
     "rollout.workflow=mine.py:two": "mine.py:two names a file; name its module: mine:two",
     "reward.group_function=mine.py:score": "mine.py:score names a file; name its module: mine:score",
-    "reward.function=mine:column data.train=levels.jsonl": "KeyError: 'levl' is no column of the row, which has prompt, answer, level (",
+    "reward.function=mine:column data.train=levels.jsonl": "'levl' is no column of the row, which has prompt, answer, "
+    "level (",
     "machine.host=nosuch": "machine.host: 'nosuch' is no address and no interface of",
     "reward.function=mine:four": "missing a required argument: 'other'; the other columns of a row come in a fourth",
     "reward.function=mine:text": "to d.jsonl:1: the reward function returned 'right', expected a finite number",
@@ -151,7 +152,8 @@ KEYS = {
     "wandb.enabled=true": "did you mean 'track.to=wandb'?",
     "trainer.logger=wandb": "did you mean 'track.to=wandb'?",
     "data.max_response_length=9": "did you mean 'rollout.max_new_tokens', which is",
-    "data.train_batch_size=9": "did you mean 'batch_size', which is a whole number, at least 1 (it counts answers: prompts × rollout.group_size)?",
+    "data.train_batch_size=9": "'batch_size', which is a whole number, at least 1 (it counts answers: "
+    "prompts × rollout.group_size)?",
     "rollout_num_gpus=2": "a whole number, at least 1 (an engine has rollout.tp GPUs)?",
     "num_nodes=2": "the nodes are those of the job: areal submit --nodes N --gpus M",
     "actor_rollout_ref.actor.use_kl_loss=true": "did you mean 'ppo.penalty.kl'",
@@ -176,7 +178,7 @@ KEYS = {
     "data.train=messages.jsonl": "chat template",
     "data.train=question.jsonl": "with the sentence 'Reason step by step and put the final answer into",
     "data.train=e.jsonl": "data.eval: 1 of 1 prompts is in data.train too",
-    "mode=sft data.train=chat.jsonl": "chat.jsonl:1: field 'messages' must end with a message of the assistant",
+    "mode=sft data.train=chat.jsonl": "chat.jsonl:1: no message is the assistant's, so that nothing can be learnt",
     "mode=sft": "field 'response' is missing, found 'prompt', 'answer'; rename 'answer' to 'response'?",
     "mode=replay": "rollout.dump=true",
 }
@@ -214,7 +216,7 @@ COMMANDS = {
     "simulate ppo.yaml model.path=model --gpu h100 --median 40 --nodes 2": "there is no option --nodes: the nodes are "
     "those of the job",
     "trajectories x --reward high": "--reward: expected a number, or LOW..HIGH, LOW.. or ..HIGH, is 'high'",
-    "evaluate model d.jsonl --k one": "--k: expected whole numbers with commas between them, such as 1,8, is 'one'",
+    "evaluate model d.jsonl --k one": "--k: expected whole numbers such as 1,8, is 'one'",
     "evaluate model d.jsonl --n many": "--n: expected a whole number, is 'many'",
     "evaluate model d.jsonl --temperature hot": "--temperature: expected a number, is 'hot'",
     "evaluate model d.jsonl --n 2 --k 4": "--k: pass@4 needs --n 4 or more, it is 2",
