@@ -4,12 +4,13 @@ import json
 import math
 import os
 import random
+import shutil
 import signal
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from areal_megatron.checkpoint.folder import complete
 from areal_megatron.data.dumps import dumped
@@ -107,6 +108,62 @@ def test_two_replicas_go_on_where_one_was(local_run, fine_tuning):
     assert len(found) == UPDATES - 16
     for line in found:
         assert line["loss"] == pytest.approx(losses[line["version"]], abs=1e-4)
+
+
+TEMPLATE = (
+    "{%- for m in messages %}{%- if m.role == 'user' %}{{ m.content }}{%- else %}"
+    "{%- if loop.last and m.reasoning_content %}{{ m.reasoning_content + ' ' }}{%- endif %}{{ m.content + eos_token }}"
+    "{%- endif %}{%- endfor %}"
+)
+
+
+def test_conversations_are_learned_as_the_template_shows_them(local_run, world, tmp_path):
+    """Two questions a row, and a template that drops the working of the first answer: two samples. The last held-out
+    loss is that of the exported model on texts rendered by hand, each row counting alike."""
+    model = shutil.copytree(world / "model", tmp_path / "model")
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+    draw, rows, texts = random.Random(3), [], []
+    for _ in range(240):
+        messages, before, seen = [], "", []
+        for _ in range(draw.choice((1, 2))):
+            a, b = draw.randint(10, 59), draw.randint(10, 59)
+            working, _, boxed = good_answer(a, b).rpartition(" ")
+            asked = f"{a}+{b}="
+            messages.append({"role": "user", "content": asked})
+            messages.append({"role": "assistant", "thinking": working, "content": boxed})
+            seen.append((before + asked, f"{working} {boxed}<eos>"))
+            before += f"{asked}{boxed}<eos>"
+        rows.append(json.dumps({"messages": messages}))
+        texts.append(seen)
+    (tmp_path / "train.jsonl").write_text("\n".join(rows[40:]))
+    (tmp_path / "held-out.jsonl").write_text("\n".join(rows[:40]))
+    keys = {
+        "mode": "sft",
+        "model.path": model,
+        "data.train": tmp_path / "train.jsonl",
+        "data.eval": tmp_path / "held-out.jsonl",
+        "data.allow_overlap": "true",
+        "sft.mean": "row",
+        "updates": 20,
+        "batch_size": 16,
+        "optimizer.lr": 1e-3,
+    }
+    started = local_run("conversations", *(f"{key}={value}" for key, value in keys.items()))
+    assert started.wait() == 0, started.output
+    run, library, losses = Run(started.folder), make_tokenizer(), []
+    trained = AutoModelForCausalLM.from_pretrained(run.hf, dtype=torch.float32)
+    for seen in texts[:40]:
+        own = []
+        for asked, answer in seen:
+            ids, begin = library(asked + answer).input_ids, len(library(asked).input_ids)
+            with torch.no_grad():
+                logprobs = trained(torch.tensor([ids])).logits[0].log_softmax(-1)
+            own += [-logprobs[place - 1, ids[place]].item() for place in range(begin, len(ids))]
+        losses.append(sum(own) / len(own))
+    before, after = steps(run, "eval")
+    assert after["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-4) and after["loss"] < before["loss"] / 2
+    assert after["items"] == sum(map(len, texts[:40])) > 40
+    assert [line["version"] for line in steps(run)] == [*range(1, 21)]
 
 
 @pytest.mark.parametrize("mode", [pytest.param("dpo", marks=pytest.mark.soak), "reward_model"])

@@ -1,6 +1,7 @@
 """What `areal rows` shows of a run's data."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -61,6 +62,27 @@ def test_supervised_rows_and_wrong_input(show):
     code, _, err = show([{"text": "1"}])
     assert code == 2 and err.startswith("error: data.train: no row can be used: 1 × field 'prompt' is missing")
     assert show([GOOD], "--eval")[2] == "error: data.eval: there is none\n"
+
+
+CHATML = (
+    "{%- for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{%- endfor %}"
+    "{%- if add_generation_prompt %}<assistant>{%- endif %}"
+)
+
+
+def test_what_is_trained_of_a_conversation_is_in_colour(show, tmp_path, monkeypatch):
+    (tmp_path / "model" / "chat_template.jinja").write_text(CHATML)
+    turns = [("user", "1+1"), ("assistant", "2"), ("user", "2+2"), ("assistant", "4")]
+    row = {"messages": [{"role": role, "content": said} for role, said in turns]}
+    keys = ("mode=sft", "sft.max_tokens=60")
+    _, out, _ = show([row, {"prompt": "1", "response": "2" * 60}], *keys)
+    trained = ["2<eos>", "4<eos>"]
+    assert [part.split("\n")[1] for part in out.split("---") if part.startswith(" trained")] == trained
+    assert "rows: 1; samples: 1" in out and "1 × longer than sft.max_tokens=60, such as" in out
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    code, out, _ = show([row], *keys)
+    assert code == 0 and re.findall("\x1b\\[1;32m(.*?)\x1b\\[0m", out) == trained and "---" not in out
 
 
 def test_it_needs_neither_torch_nor_vllm():
