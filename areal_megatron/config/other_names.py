@@ -70,6 +70,8 @@ _NAMES = {
     "ppo.critic.gae_lambda": "lam lambd lambda gae_lambda",
     "ppo.critic.gamma": "discount_factor discount",
     "ppo.critic.lr": "critic_learning_rate critic.optim.lr critic_lr",
+    "sft.turns": "assistant_only_loss completion_only_loss loss_mask_type train_on_input train_on_inputs",
+    "sft.max_tokens": "max_seq_length max_seq_len cutoff_len sequence_len",
     "reward.function": """reward_funcs reward_fn reward_function custom_rm_path rm_type rm_url remote_rm_url reward_func
         custom_reward_function custom_reward_function.path custom_reward_function.name reward_fn_path""",
     "reward.model": "reward_model_path reward_model.path rm_path reward_pretrain reward_model.model.path",

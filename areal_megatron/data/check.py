@@ -137,8 +137,8 @@ def _read_items(
     _say_left_out(key, left_out, len(items), say)
     if cut := [item for item in items if isinstance(item, Example) and item.cut]:
         say(
-            f"warning: data.{key}: {sum(item.cut for item in cut)} messages of {len(cut)} rows are beyond "
-            f"sft.max_tokens={config.sft.max_tokens} and not trained, such as those of {cut[0].where}"
+            f"warning: data.{key}: {sum(item.cut for item in cut)} trained messages in {len(cut)} rows are beyond "
+            f"sft.max_tokens={config.sft.max_tokens} and left out, such as in {cut[0].where}"
         )
     return items
 

@@ -25,6 +25,7 @@ _SPEAKERS = {
 """Whose turn it is in `conversations`, as ShareGPT and LLaMA-Factory have it."""
 _THINKING = ("thinking", "reasoning_content", "reasoning")
 _MARKS = ("weight", "train")
+_FIELDS = ("messages", "conversations")
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ def is_conversation(row: Row) -> bool:
     if isinstance(row.get("response"), str) and row.get("prompt"):
         return False
     several = isinstance(row.get("prompt"), list) and isinstance(row.get("completion"), list)
-    return bool(row.get("messages") or row.get("conversations")) or several
+    return several or any(row.get(name) is not None for name in _FIELDS)
 
 
 def conversation_of(row: Row, where: str, turns: str) -> Conversation:
@@ -53,16 +54,19 @@ def conversation_of(row: Row, where: str, turns: str) -> Conversation:
     content that is no text, for roles out of order, a tool's result without a call, and where nothing is to be trained.
     """
     row = stated(row)
-    if row.get("messages") and isinstance(row.get("answer"), dict):  # one turn of a longer episode, as τ² data have it
-        before = _messages(row, "messages", where)
-        own = [*before, _message({"role": "assistant", **row["answer"]}, f"{where}: field 'answer'")]
-        return Conversation(own, tools_of(row, where), _trained(own, len(before), {}, where, "all"))
-    before, name = [], "messages" if row.get("messages") else "conversations"
-    if not row.get(name):
-        before, name = _messages(row, "prompt", where), "completion"
+    system = [{"role": "system", "content": row["system"]}] if row.get("system") else []
+    before = messages_of(system, "system", where)
+    name = next((name for name in _FIELDS if name in row), "completion")
+    if name == "completion":
+        before += _messages(row, "prompt", where)
     own = [*before, *_messages(row, name, where)]
+    if name == "messages" and isinstance(row.get("answer"), dict):  # a turn of a longer episode, as τ² data have it
+        first, turns = len(own), "all"
+        own.append(_message({"role": "assistant", **row["answer"]}, f"{where}: field 'answer'"))
+    else:
+        first = len(before)
     marks = _marks(row[name], len(before), where)
-    return Conversation(own, tools_of(row, where), _trained(own, len(before), marks, where, turns))
+    return Conversation(own, tools_of(row, where), _trained(own, first, marks, where, turns))
 
 
 def messages_of(said: Sequence[Any], name: str, where: str) -> list[Message]:

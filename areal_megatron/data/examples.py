@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -19,6 +19,8 @@ from areal_megatron.data.prompts import LeftOut
 from areal_megatron.data.samples import ConversationRenderer, RenderedText
 from areal_megatron.data.tokenizer import Tokenizer
 
+_AT_ONCE = 1024
+"""Rows whose texts and tokens are held as the tokenizer makes them."""
 Texts = tuple[str | Chat, str]
 """A prompt, and the response to it."""
 
@@ -48,7 +50,7 @@ class Example:
     cut: int = 0
     """The number of messages that sft.max_tokens has kept from being trained."""
     text: str = ""
-    """What is before the last trained message, without the chat template."""
+    """What users say before the last trained message, without the chat template."""
     where: str = ""
     """`path:row`, for messages."""
     digest: bytes = b""
@@ -71,43 +73,45 @@ def read_examples(
     field or a wrong type; also if no row can be used.
     """
     settings, left_out = settings or SFTConfig(), LeftOut.none() if left_out is None else left_out
-    found: list[tuple[Record, Conversation | Texts]] = []
+    renderer, rest, examples = ConversationRenderer(tokenizer), records(text), []
+    while some := [*islice(rest, _AT_ONCE)]:
+        examples += _examples(some, tokenizer, renderer, settings, unusable, left_out)
+    if not examples:
+        raise ConfigError(f"{text}: no row can be used: {left_out.lines()[0]}")
+    return examples
+
+
+def _examples(
+    found: Sequence[Record],
+    tokenizer: Tokenizer,
+    renderer: ConversationRenderer,
+    settings: SFTConfig,
+    unusable: str,
+    left_out: LeftOut,
+) -> Iterator[Example]:
+    said: list[tuple[Record, Conversation | Texts]] = []
     asked, rendered = [], []
-    renderer = ConversationRenderer(tokenizer)
-    for record in records(text):
+    for record in found:
         try:
             if is_conversation(record.row):
-                said = conversation_of(record.row, record.where, settings.turns)
-                rendered.append((record, renderer.samples(said, record.where)))
+                conversation = conversation_of(record.row, record.where, settings.turns)
+                rendered.append((record, renderer.samples(conversation, record.where)))
+                said.append((record, conversation))
             else:
-                said = _texts(record)
-                asked.append((record, said))
+                asked.append((record, _texts(record)))
+                said.append(asked[-1])
         except ConfigError as e:
             if unusable == "refuse":
                 raise
             left_out.add(record.where, str(e).removeprefix(f"{record.where}: "))
-            continue
-        found.append((record, said))
     sequences = _of_texts(asked, tokenizer) | _of_conversations(rendered, tokenizer)
-    examples = []
-    for record, said in found:
-        samples, cut = _samples(sequences.pop(record.id), settings.max_tokens, record.where)
-        if not samples:
+    for record, own in said:
+        samples, cut = _samples(sequences[record.id], settings.max_tokens, record.where)
+        if samples:
+            text, digest = _before(own), _digest(record.id, own)
+            yield Example(samples, record.source, cut=cut, text=text, where=record.where, digest=digest)
+        else:
             left_out.add(record.where, f"longer than sft.max_tokens={settings.max_tokens}")
-            continue
-        examples.append(
-            Example(
-                samples=samples,
-                source=record.source,
-                cut=cut,
-                text=_before(said),
-                where=record.where,
-                digest=_digest(record.id, said),
-            )
-        )
-    if not examples:
-        raise ConfigError(f"{text}: no row can be used: {left_out.lines()[0]}")
-    return examples
 
 
 @dataclass(frozen=True)
@@ -125,7 +129,7 @@ def _samples(sequences: Sequence[_Sequence], most: int, where: str) -> tuple[tup
     for sequence in sequences:
         fitting = [parts for parts in sequence.messages if not most or parts[-1][1] <= most]
         cut += len(sequence.messages) - len(fitting)
-        if fitting:
+        if any(end > begin for parts in fitting for begin, end in parts):
             is_long = most and len(sequence.tokens) > most
             tokens = sequence.tokens[: fitting[-1][-1][1]] if is_long else sequence.tokens
             places = [place for parts in fitting for begin, end in parts for place in range(max(begin, 1), end)]
@@ -166,7 +170,8 @@ def _of_conversations(
 
 def _before(said: Conversation | Texts) -> str:
     if isinstance(said, Conversation):
-        return text_of(said.messages[: said.trained[-1]])
+        before = said.messages[: said.trained[-1]]
+        return text_of([message for message in before if message["role"] == "user"] or before)
     return text_of(said[0])
 
 

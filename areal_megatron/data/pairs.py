@@ -174,8 +174,8 @@ def _of_conversations(
     for number, conversations in said.items():
         where, hidden, texts = places[number], tokenizer.hide(), []
         for conversation in conversations:
-            renderer.check(conversation, where)
-            text = renderer.answer(conversation, conversation.trained[0], where, hidden, by_marks=False)
+            shown = renderer.shown(conversation, where, hidden)
+            text = renderer.answer(shown, conversation.trained[0], where, by_marks=False)
             texts.append((text.text, hidden, text.messages[0]))
         (better, [(begin, _)]), (worse, _) = tokenizer.spans(texts, [where, where], apart=True)
         answers[number] = better[:begin], better[begin:], worse[begin:]

@@ -47,6 +47,18 @@ class RenderedText:
         return RenderedText(other.text, other.hidden, self.messages + other.messages)
 
 
+@dataclass(frozen=True)
+class ShownConversation:
+    """A conversation as a chat template gets it."""
+
+    said: list[Message]
+    """The messages of the row, with their thinking apart."""
+    messages: list[Message]
+    """The same for the template, with control words hidden, as in `tools`."""
+    tools: list[Any] | None
+    hidden: Hidden
+
+
 class ConversationRenderer:
     """Makes samples of conversations by a tokenizer's chat template.
 
@@ -61,21 +73,20 @@ class ConversationRenderer:
 
     def samples(self, conversation: Conversation, where: str) -> list[RenderedText]:
         """Returns the samples of a conversation. Raises ConfigError, which names the row (`where`), for the reasons
-        that `check` and `answer` do."""
-        self.check(conversation, where)
-        hidden = self._tokenizer.hide()
+        that `shown` and `answer` do."""
+        shown = self.shown(conversation, where, self._tokenizer.hide())
         found: list[RenderedText] = []
         for number in conversation.trained:
-            new = self.answer(conversation, number, where, hidden)
+            new = self.answer(shown, number, where)
             if found and new.text.startswith(found[-1].text):
                 found[-1] = found[-1].continued(new)
             else:
                 found.append(new)
         return found
 
-    def check(self, conversation: Conversation, where: str) -> None:
-        """Raises ConfigError if there is no chat template, or it shows no tools and the row has some, or a message is
-        rendered already."""
+    def shown(self, conversation: Conversation, where: str, hidden: Hidden) -> ShownConversation:
+        """Returns a conversation as the template gets it. Raises ConfigError if there is no template, or it shows no
+        tools and the row has some, or a message is rendered already."""
         if self._tokenizer.template is None:
             raise ConfigError(
                 f"{where}: the row is a conversation, but the model has no chat template; give it one "
@@ -85,28 +96,26 @@ class ConversationRenderer:
             raise ConfigError(f"{where}: has tools, and the chat template shows none: say them in the system's message")
         for number, message in enumerate(conversation.messages, 1):
             self._tokenizer.check_unrendered(message["content"], f"{where}: message {number}")
+        said = [self._split(message) for message in conversation.messages]
+        messages = [self._tokenizer.written(self._shown(message), hidden, message["role"]) for message in said]
+        return ShownConversation(said, messages, hidden(conversation.tools), hidden)
 
-    def answer(
-        self, conversation: Conversation, number: int, where: str, hidden: Hidden, by_marks: bool = True
-    ) -> RenderedText:
+    def answer(self, shown: ShownConversation, number: int, where: str, by_marks: bool = True) -> RenderedText:
         """Returns the text of a conversation up to message `number`, from 0, of which that is trained: by the
         template's marks where it has some, unless `by_marks` is false.
 
         Raises ConfigError if the template refuses the messages, does not show the message's content, thinking or calls,
         or shows the messages before it otherwise than when it asks for this one.
         """
-        place, tools = f"{where}: message {number + 1}", conversation.tools
-        messages = [self._split(message) for message in conversation.messages[: number + 1]]
-        shown = [self._shown(message) for message in messages]
-        asked = self._tokenizer.rendered(shown[:-1], tools, where, hidden)
-        marks: list[Span] = []
-        whole = self._tokenizer.rendered(shown, tools, where, hidden, asks=False, marks=marks)
-        text, continues = self._continued(asked, whole, messages[-1], place, hidden)
+        place, marks, said, hidden = f"{where}: message {number + 1}", [], shown.said[number], shown.hidden
+        asked = self._tokenizer.rendered(shown.messages[:number], shown.tools, where)
+        whole = self._tokenizer.rendered(shown.messages[: number + 1], shown.tools, where, asks=False, marks=marks)
+        text, continues = self._continued(asked, whole, said, place, hidden)
         own = [(begin, end) for begin, end in marks if end > len(asked)] if continues and by_marks else []
         if not own:
-            text = self._ended(text, len(asked), messages[-1])
+            text = self._ended(text, len(asked), said)
             own = [(len(asked), len(text))]
-        if what := self._not_shown(messages[-1], text[own[0][0] :], hidden):
+        if what := self._not_shown(said, text[own[0][0] :], hidden):
             raise ConfigError(
                 f"{place} has {what}, and the chat template has no place for it there: take it out, or give the model "
                 "another chat template"
@@ -180,9 +189,9 @@ class ConversationRenderer:
     def _form(self) -> str:
         """Where the template takes the thinking of a message from: `keys` or `content`; empty: nowhere."""
         for form in ("keys", "content") if self._says_think else ("keys",):
-            hidden = self._tokenizer.hide()
-            answer = self._with_thought({"role": "assistant", "content": "1"}, hidden.place, form)
-            if hidden.place in self._rendered([{"role": "user", "content": "1"}, answer], None, hidden):
+            place = self._tokenizer.hide().place
+            answer = self._with_thought({"role": "assistant", "content": "1"}, place, form)
+            if place in self._rendered([{"role": "user", "content": "1"}, answer]):
                 return form
         return ""
 
@@ -192,14 +201,14 @@ class ConversationRenderer:
 
     @cached_property
     def _shows_tools(self) -> bool:
-        hidden = self._tokenizer.hide()
-        function = {"name": hidden.place, "description": "1", "parameters": {"type": "object", "properties": {}}}
+        place = self._tokenizer.hide().place
+        function = {"name": place, "description": "1", "parameters": {"type": "object", "properties": {}}}
         tools = [{"type": "function", "function": function}]
-        return hidden.place in self._rendered([{"role": "user", "content": "1"}], tools, hidden)
+        return place in self._rendered([{"role": "user", "content": "1"}], tools)
 
-    def _rendered(self, messages: Sequence[Message], tools: list[Any] | None, hidden: Hidden) -> str:
+    def _rendered(self, messages: Sequence[Message], tools: list[Any] | None = None) -> str:
         """Returns the text of a conversation, empty if the template refuses it."""
         try:
-            return self._tokenizer.rendered(messages, tools, "", hidden, asks=False)
+            return self._tokenizer.rendered(messages, tools, "", asks=False)
         except ConfigError:
             return ""

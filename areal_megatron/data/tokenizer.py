@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import re
-from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import pairwise
@@ -221,9 +220,9 @@ class Tokenizer:
         """Returns what hides control words in the texts of one conversation, however often it is rendered."""
         return self._control.hide()
 
-    def written(self, text: str, hidden: Hidden) -> str:
-        """Returns a text of the assistant as it is in rendered texts."""
-        return hidden(text, but=self._answers_may_write(True))
+    def written(self, value: Any, hidden: Hidden, role: str = "assistant") -> Any:
+        """Returns a message of a role, or a part of it, as templates get it: with control words hidden."""
+        return hidden(value, but=self._answers_may_write(True) if role == "assistant" else self._beyond)
 
     def check_unrendered(self, text: str, place: str) -> None:
         """Raises ConfigError if a message's text is rendered by a chat template already."""
@@ -235,13 +234,16 @@ class Tokenizer:
         messages: Sequence[dict[str, Any]],
         tools: Sequence[Any] | None,
         place: str,
-        hidden: Hidden,
         asks: bool = True,
         marks: list[Span] | None = None,
     ) -> str:
-        """Returns the text of a conversation, in which control words of the messages are hidden, as
-        `ChatTemplate.render` does. Raises ConfigError, which names `place`, if the template refuses it."""
-        return self._rendered(messages, tools, place, hidden, asks, marks)[0]
+        """Returns the text of messages and tools in which control words are hidden, as `ChatTemplate.render` does.
+        Raises ConfigError, which names `place`, if the template refuses them."""
+        try:
+            return self._template.render(messages, tools, asks, marks)
+        except TemplateRefused as e:
+            problem = f"the chat template of {self._folder} refuses the prompt: {e}"
+            raise ConfigError(f"{place or 'messages'}: {problem}") from None
 
     def answer_end(self, text: str) -> int:
         """Returns the place after the control word with which a rendered text ends; 0 if it ends otherwise."""
@@ -282,11 +284,9 @@ class Tokenizer:
                 encoding, at = self._control.encode_with_places(text, hidden, edges)
             else:
                 encoding, at = next(encodings), edges
-            ends = {end for _, end in encoding.offsets}
-            if apart or any(begin not in ends for begin in at[::2]):
-                found.append(self._in_pieces(text, hidden, parts))
-            else:
-                found.append((encoding.ids, _covered(encoding.offsets, at)))
+            covered = [_covered(encoding, begin, end) for begin, end in zip(at[::2], at[1::2], strict=True)]
+            whole = not apart and None not in covered
+            found.append((encoding.ids, covered) if whole else self._in_pieces(text, hidden, parts))
             self._check_known(found[-1][0], place)
         return found
 
@@ -355,13 +355,7 @@ class Tokenizer:
         return self._rendered(messages, place=place)
 
     def _rendered(
-        self,
-        messages: Sequence[dict[str, Any]],
-        tools: Sequence[Any] | None = None,
-        place: str = "",
-        hidden: Hidden | None = None,
-        asks: bool = True,
-        marks: list[Span] | None = None,
+        self, messages: Chat, tools: Sequence[Any] | None = None, place: str = "", hidden: Hidden | None = None
     ) -> tuple[str, Hidden]:
         """Returns the text of a conversation, and what has hidden the control words of its messages."""
         hidden = hidden or self._control.hide()
@@ -370,11 +364,7 @@ class Tokenizer:
         may_write = {"assistant": self._answers_may_write(bool(place))}
         others = self._beyond if place else set()
         shown = [hidden(message, but=may_write.get(message.get("role"), others)) for message in messages]
-        try:
-            return self._template.render(shown, hidden(tools), asks, marks), hidden
-        except TemplateRefused as e:
-            problem = f"the chat template of {self._folder} refuses the prompt: {e}"
-            raise ConfigError(f"{place or 'messages'}: {problem}") from None
+        return self.rendered(shown, hidden(tools), place), hidden
 
     @cached_property
     def _control(self) -> ControlWords:
@@ -561,13 +551,14 @@ def _plain(prompt: str | Chat, place: str) -> str:
     return prompt
 
 
-def _covered(offsets: Sequence[Span], edges: Sequence[int]) -> list[Span]:
-    """Returns the tokens that have characters of each part, by the offsets of all tokens and the edges of the parts."""
-    begins, ends = ([offset[side] for offset in offsets] for side in (0, 1))
-    return [
-        (bisect_right(ends, begin), bisect_left(begins, end))
-        for begin, end in zip(edges[::2], edges[1::2], strict=True)
-    ]
+def _covered(encoding: tokenizers.Encoding, begin: int, end: int) -> Span | None:
+    """Returns the tokens that have the characters from `begin` to `end`; None if one has characters before them too."""
+    first, last = encoding.char_to_token(begin), encoding.char_to_token(end - 1)
+    if not first or last is None or encoding.token_to_chars(first - 1)[1] != begin:
+        return None
+    while last + 1 < len(encoding) and encoding.token_to_chars(last + 1)[0] < end:  # of one character's bytes
+        last += 1
+    return first, last + 1
 
 
 def _unrepeated(text: str, begun: str) -> str:

@@ -110,6 +110,12 @@ FORMS = {
         TOOLS,
         (1, 3),
     ),
+    "a system's message in a field of its own": (
+        {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}], "system": "S"},
+        [SYSTEM, USER, HELLO],
+        None,
+        (2,),
+    ),
     "TRL, prompt and completion": ({"prompt": FOUR[:3], "completion": [SUM]}, FOUR, None, (3,)),
 }
 
@@ -147,6 +153,8 @@ def test_marked_messages_alone_are_trained(marks):
         ),
         ({"messages": [SYSTEM, USER]}, "no message is the assistant's"),
         ({"messages": "Hi"}, "field 'messages' is str, expected list"),
+        ({"messages": []}, "field 'messages' is empty"),
+        ({"messages": [USER, SYSTEM, HELLO], "system": "T"}, "message 3 is of system, which comes first"),
         ({"messages": [USER, "Hello"]}, "message 2 of 'messages' is str, expected an object"),
         ({"messages": [USER, {"role": "bot", "content": "a"}]}, "message 2 of 'messages' has the role 'bot', expected"),
         ({"messages": [USER, {"content": "a"}]}, "message 2 of 'messages' has the role None, expected"),

@@ -7,9 +7,11 @@ import re
 import numpy as np
 import pytest
 
-from areal_megatron.config import ConfigError, SFTConfig
+from areal_megatron.config import Config, ConfigError, DataConfig, ModelConfig, SFTConfig
+from areal_megatron.data.check import check_data
 from areal_megatron.data.examples import read_examples
 from areal_megatron.data.prompts import LeftOut
+from areal_megatron.data.supervised import SupervisedData
 from areal_megatron.data.tokenizer import Tokenizer
 from tests.support.chat_folders import reference
 from tests.support.conversation_templates import QWEN3, QWEN25, folder_of, marked
@@ -296,3 +298,31 @@ def test_a_conversation_for_a_model_without_a_template_is_refused(world, tmp_pat
         ConfigError, match=r"rows.jsonl:1: the row is a conversation, but the model has no chat template"
     ):
         read(tmp_path, world / "model", {"messages": [HI, HELLO]})
+
+
+def test_a_batch_has_all_samples_of_its_rows_and_the_launcher_says_what_is_not_trained(tmp_path):
+    folder = folder_of(tmp_path / "model", "qwen3")
+    short = [HI, HELLO, SUM, FIVE]
+    long = [*short, HI, HELLO | {"content": "a" * 300}]
+    rows = [{"messages": short}, {"messages": long}, {"messages": [HI, RESULT]}, {"prompt": "1", "response": "b" * 300}]
+    path = write(tmp_path / "rows.jsonl", *rows)
+    config = Config(
+        name="x",
+        mode="sft",
+        updates=1,
+        batch_size=3,
+        model=ModelConfig(path=str(folder)),
+        data=DataConfig(train=str(path), unusable_rows="skip"),
+        sft=SFTConfig(max_tokens=200),
+    )
+    said = []
+    assert [example.where for example in check_data(config, said.append)] == [f"{path}:1", f"{path}:2"]
+    assert said[0].startswith(
+        "warning: data.train: 2 of 4 rows cannot be used and are left out: 1 × message 2 is a tool"
+    )
+    assert said[1] == (
+        "warning: data.train: 1 trained messages in 1 rows are beyond sft.max_tokens=200 and left out, such as in "
+        f"{path}:2"
+    )
+    batch = SupervisedData(config, Tokenizer(folder)).next()  # three rows of two: one of them twice
+    assert sorted({sample.where for sample in batch}) == [f"{path}:1", f"{path}:2"] and len(batch) == 6
