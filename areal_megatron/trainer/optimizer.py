@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
-from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
@@ -19,6 +18,7 @@ from torch import Tensor
 from areal_megatron.config import OptimizerConfig
 from areal_megatron.run.folder import RunError
 from areal_megatron.trainer.cpu import cpu_passes_for_cuda
+from areal_megatron.trainer.host_optimizer import HostOptimizer
 from areal_megatron.trainer.pipeline import Chunks
 
 LOSS_SCALING = {"initial_loss_scale": 16.0, "min_loss_scale": 2.0**-15, "loss_scale_window": 200, "hysteresis": 1}
@@ -36,7 +36,7 @@ _HYBRID_KEYS = (
     "pin_cpu_params",
     "overlap_cpu_optimizer_d2h_h2d",
 )
-"""What HybridDeviceOptimizer keeps of its own in the groups of parameters, and no checkpoint is to hold."""
+"""What HostOptimizer keeps of its own in the groups of parameters, and no checkpoint is to hold."""
 
 
 class Own(NamedTuple):
@@ -73,7 +73,7 @@ class ModelOptimizer:
         )
         if settings.on_host:
             _put_on_host(megatron, on_cuda=next(chunks[0].parameters()).is_cuda)
-        # Without gradients the parts of float32 parameters are leaves, as HybridDeviceOptimizer wants.
+        # Without gradients the parts of float32 parameters are leaves, as HostOptimizer wants.
         with cpu_passes_for_cuda(), torch.set_grad_enabled(not settings.on_host):
             self.megatron = get_megatron_optimizer(megatron, chunks, use_gloo_process_groups=False)
         for settings_of in self._groups(of=torch.optim.AdamW):
@@ -201,7 +201,7 @@ class ModelOptimizer:
     def _allocate(self) -> None:
         """Makes the moments, which optimizers otherwise do at their first step."""
         for optimizer in self._distributed():
-            if isinstance(optimizer.optimizer, HybridDeviceOptimizer):
+            if isinstance(optimizer.optimizer, HostOptimizer):
                 _allocate_on_host(optimizer.optimizer)
             else:
                 optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
@@ -241,7 +241,7 @@ def _put_on_host(config: MegatronOptimizerConfig, on_cuda: bool) -> None:
     config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
 
 
-def _allocate_on_host(optimizer: HybridDeviceOptimizer) -> None:
+def _allocate_on_host(optimizer: HostOptimizer) -> None:
     """Makes the moments as zeros, where there was no step yet."""
     for inner in optimizer.sub_optimizers:
         for group in inner.param_groups:
@@ -259,7 +259,7 @@ def _set_all_but_step(optimizer: DistributedOptimizer, parameter: torch.nn.Param
     """
     group, place = optimizer.model_param_group_index_map[parameter]
     own = optimizer.optimizer.state[optimizer.optimizer.param_groups[group]["params"][place]]
-    if isinstance(optimizer.optimizer, HybridDeviceOptimizer):
+    if isinstance(optimizer.optimizer, HostOptimizer):
         # It would keep the tensors, which are views of larger ones.
         for name in ("param", "exp_avg", "exp_avg_sq"):
             own["master_param" if name == "param" else name].copy_(tensors[name])

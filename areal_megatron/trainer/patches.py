@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from megatron.core.optimizer import clip_grads
-from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.tensor_parallel import layers
 from megatron.core.utils import local_multi_tensor_l2_norm
 from torch import Tensor
 
 from areal_megatron.process.patching import patch
+from areal_megatron.trainer.host_optimizer import HostOptimizer
 
 
 def apply() -> None:
@@ -32,7 +32,8 @@ def apply() -> None:
     if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:
         # Without TransformerEngine and apex, Megatron takes the norm of each tensor to the host.
         patch(clip_grads, "l2_norm_impl", _norm)
-    patch(HybridDeviceOptimizer, "_get_sub_optimizer_param_groups", _all_on_host)
+    for of in ("megatron.core.optimizer", "megatron.core.optimizer.distrib_optimizer"):
+        patch(sys.modules[of], "HybridDeviceOptimizer", HostOptimizer)
     # It would advise CUDA_DEVICE_MAX_CONNECTIONS=1, which run/gpu_settings.py refuses.
     patch(layers.linear_with_grad_accumulation_and_async_allreduce, "warned", True)
 
@@ -59,21 +60,3 @@ class _Products:
 def _norm(_: int, __: Tensor, lists: list[list[Tensor]], *___: Any) -> tuple[Tensor, None]:
     """Returns the norm of all tensors as one, [1]."""
     return torch.stack(torch._foreach_norm(lists[0])).norm().unsqueeze(0), None
-
-
-def _all_on_host(optimizer: HybridDeviceOptimizer, _fraction: float) -> tuple[list, list, dict, dict, dict]:
-    """Takes the place of HybridDeviceOptimizer's method that divides parameters between the host and the device.
-
-    Megatron's own passes over parameters that are not on a CUDA device, cannot load states of float32 parameters, and
-    first copies whole parameters, before it knows which part of them is this rank's.
-    """
-    groups, copy_of, original_of = [], {}, {}
-    for group in optimizer.param_groups:
-        parts = [p for p in group["params"] if not isinstance(p, torch.nn.Parameter)]
-        for part in parts:
-            copy = torch.empty_like(part, dtype=torch.float32, device="cpu", pin_memory=optimizer.pin_cpu_params)
-            copy_of[part] = copy.copy_(part.detach())
-            original_of[copy] = part
-        if parts:
-            groups.append(group | {"params": [copy_of[part] for part in parts]})
-    return groups, [], copy_of, original_of, dict(copy_of)
