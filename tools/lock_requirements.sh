@@ -19,7 +19,7 @@ grep -o '^uv==[^ ]*' requirements-uv.lock | compile --no-deps - | replace requir
 # What the file that uv writes to holds, it keeps where it can: the versions that the tests ran with.
 resolved=$(mktemp)
 versions | grep -v '^torch==' >"$resolved"
-compile --python-version 3.12 --python-platform x86_64-manylinux_2_31 --extra gpu --extra mpi setup.py \
+compile --python-version 3.12 --python-platform x86_64-manylinux_2_31 --extra gpu --extra fa4 --extra mpi setup.py \
     --output-file "$resolved" >/dev/null
 replace requirements-gpu.lock <"$resolved"
 rm "$resolved"

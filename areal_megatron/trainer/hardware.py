@@ -64,6 +64,15 @@ KERNELS = {
 """Name → kernel. Megatron's other fusions stay off: bias_dropout_fusion, since models without dropout and biases there
 leave one addition to it; moe_router_fusion, since its kernel cannot replay routes (trainer/routing.py);
 masked_softmax_fusion and persist_layer_norm, since no layer here has their modules."""
+PACKAGES = {
+    "triton": "triton",
+    "flash_attn.cute": "flash-attn-4",
+    "flash_attn_interface": "",
+    "deep_ep": "",
+    "TransformerEngine": "",
+}
+"""What a kernel needs → the package in requirements-gpu.lock that brings it, or "" where there is none. FlashAttention
+3 and DeepEP are on no package index, and TransformerEngine is compiled against the torch that is there."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +122,10 @@ def describe(absent: dict[str, str], experts: bool, grouped: bool) -> str:
     shown += ["experts"] if experts and not grouped else []
     on = [KERNELS[name].does for name in shown if not absent[name]]
     off = [f"{KERNELS[name].does} ({absent[name]})" for name in shown if absent[name]]
-    return "; ".join([", ".join(on) or "no fused kernels", *(["without " + ", ".join(off)] if off else [])])
+    parts = [", ".join(on) or "no fused kernels", *(["without " + ", ".join(off)] if off else [])]
+    if "experts" in shown and absent["experts"]:
+        parts.append("experts are multiplied one by one, in a loop")
+    return "; ".join(parts)
 
 
 @cache

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from packaging.requirements import Requirement
 
 from areal_megatron.config import ConfigError
+from areal_megatron.run.extras import EXTRAS
 from areal_megatron.trainer import hardware
-from areal_megatron.trainer.hardware import KERNELS, Hardware, fusions, lacks
+from areal_megatron.trainer.attention_kernels import FASTEST
+from areal_megatron.trainer.hardware import KERNELS, PACKAGES, Hardware, fusions, lacks
+
+ROOT = Path(__file__).resolve().parents[3]
 
 TORCH = {"triton", "a C compiler", "torch.addmm with out_dtype", "torch.nn.functional.grouped_mm"}
 TE, FA3, FA4, DEEP_EP = "TransformerEngine", "flash_attn_interface", "flash_attn.cute", "deep_ep"
@@ -79,7 +86,12 @@ def test_one_line_says_what_is_used_and_what_is_not():
     )
     line = hardware.describe(absent, experts=True, grouped=False)
     assert "one product for all experts (no reason)" in line and "\n" not in line
+    assert line.endswith("; experts are multiplied one by one, in a loop")
     assert "one product for all experts" not in hardware.describe(absent, experts=True, grouped=True)
+    half = {name: lacks(name, Hardware(9, frozenset(TORCH)), "float16") for name in KERNELS}
+    assert hardware.describe(half, experts=True, grouped=False).endswith(
+        "one product for all experts (it does not compute in float16); experts are multiplied one by one, in a loop"
+    )
 
 
 RESIDUAL = """
@@ -177,3 +189,15 @@ def test_permutation_of_transformer_engine_is_the_plain_one():
         results.append((rows, weights, back, *torch.autograd.grad(back.square().sum(), tokens)))
     for fused, plain in zip(*results, strict=True):
         torch.testing.assert_close(fused, plain, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("major", [9, 10])
+def test_the_gpu_lock_file_has_what_attention_prefers(major):
+    """Of the kernels that Hopper and Blackwell take first: all that a package index has, with what these require."""
+    held = dict(re.findall(r"^([\w.-]+)==(\S+)", (ROOT / "requirements-gpu.lock").read_text(), re.M))
+    assert set(PACKAGES) >= {need for name in FASTEST[major] for need in KERNELS[name].needs}
+    packages = {PACKAGES[need] for name in FASTEST[major] for need in KERNELS[name].needs} - {""}
+    assert packages == {"flash-attn-4"} <= held.keys()
+    assert held.keys() >= {"nvidia-cutlass-dsl", "nvidia-cutlass-dsl-libs-cu13", "quack-kernels", "torch-c-dlpack-ext"}
+    [ours] = map(Requirement, EXTRAS["fa4"])
+    assert ours.specifier.contains(held[ours.name], prereleases=True)
