@@ -29,6 +29,7 @@ from areal_megatron.trainer.logprobs import Vocabulary
 from areal_megatron.trainer.objective import Objective
 from areal_megatron.trainer.parallel import Parallel
 from areal_megatron.trainer.reference import Reference
+from areal_megatron.trainer.residual import Residual
 from areal_megatron.trainer.routing import Routing
 from areal_megatron.trainer.token_sums import TokenSums
 from areal_megatron.trainer.update_size import UpdateSize
@@ -88,6 +89,7 @@ class PPO:
         self._objective = Objective(policy.chunks[-1].module, vocabulary, config.ppo)
         self._algorithm = ALGORITHMS[config.ppo.algorithm]
         self._routing = Routing.of(policy.chunks[0].config)
+        self._residual = Residual(policy.chunks)
 
     def update(self, part: BatchPart, before_step: Callable[[], None] = lambda: None) -> BatchResult:
         """Makes one PPO update on this replica's part of the batch: proximal log-probabilities, then mini-batches.
@@ -95,6 +97,7 @@ class PPO:
         `before_step` is called right before parameters change for the first time.
         """
         start = time.monotonic()
+        self._residual.begin()
         probe, moved = self._probe(part), UpdateSize(self._policy.optimizer)
         minibatches, teaching, metrics = self._assess(part)
         self._set_proximal(minibatches)
@@ -136,7 +139,8 @@ class PPO:
     def _ppo_metrics(self, sums: TokenSums, steps: Steps, start: float) -> dict[str, float]:
         means = (*MEANS, "kl_reference") if self._reference else MEANS
         names = (*COUNTS, *means, *diagnostics.SUMS, *diagnostics.GROUP_SUMS)
-        totals = sums.totals(self._parallel, names, MAXIMA)
+        watched = self._residual.add_to(sums)
+        totals = sums.totals(self._parallel, names, (*MAXIMA, *watched))
         share = effective_share(totals["weight"], totals["weight_squared"], totals["tokens"])
         metrics = {"ratio_max": totals["ratio_max"], "effective_share": share, **diagnostics.metrics(totals)}
         if totals["tokens"]:
@@ -145,6 +149,7 @@ class PPO:
             metrics["logprob_diff_p99"] = sums.quantile(self._parallel, "difference", 0.99, totals["compared"])
             metrics["logprob_diff_max"] = totals["logprob_diff_max"]
             metrics["logprob_diff_mean"] = totals["difference"] / totals["compared"]
+        metrics |= {name: totals[name] for name in watched}
         per_token = {name: totals[name] / max(totals["tokens"], 1) for name in means}
         return metrics | per_token | step_metrics(self._policy.optimizer, steps, totals["tokens"], start)
 

@@ -21,6 +21,7 @@ from areal_megatron.trainer.learner import Learner, Steps, step_metrics
 from areal_megatron.trainer.lessons import Item, Lesson, Sequences
 from areal_megatron.trainer.parallel import Parallel
 from areal_megatron.trainer.reference import Reference
+from areal_megatron.trainer.residual import Residual
 from areal_megatron.trainer.token_sums import TokenSums
 
 _EVALUATED_AT_ONCE = 1024
@@ -44,6 +45,7 @@ class Supervised:
         self._settings, self._learner, self._lesson, self._reference = settings, learner, lesson, reference
         self._parallel, self._part, self._flops, self._timeline = parallel, part, flops, timeline
         self._sums = ("tokens", "loss", *lesson.sums)
+        self._residual = Residual(learner.chunks)
 
     def step(self, items: Sequence[Item], before_step: Callable[[], None] = lambda: None) -> dict[str, float]:
         """Makes one optimizer step on a batch, and returns its metrics.
@@ -51,6 +53,7 @@ class Supervised:
         `before_step` is called right before parameters change.
         """
         start, sums, steps = time.monotonic(), TokenSums(), Steps(before_step)
+        self._residual.begin()
         trained = sum(len(places) for item in items for _, places in self._lesson.sequences(item))
         factor = self._lesson.scale(items, trained)
         work = [
@@ -60,8 +63,9 @@ class Supervised:
             norm = self._learner.gradient(work)
         self._learner.step(norm, steps)
         self._learner.optimizer.settle()
-        totals = sums.totals(self._parallel, self._sums)
-        figures = self._lesson.figures(totals)
+        watched = self._residual.add_to(sums)
+        totals = sums.totals(self._parallel, self._sums, watched)
+        figures = self._lesson.figures(totals) | {name: totals[name] for name in watched}
         return figures | step_metrics(self._learner.optimizer, steps, totals["tokens"], start)
 
     def evaluate(self, files: Mapping[str, Sequence[Item]]) -> dict[str, object]:

@@ -42,9 +42,9 @@ class TokenSums:
     def quantile(self, parallel: Parallel, name: str, share: float, count: float) -> float:
         """Returns the `share` quantile of the values `name` over all ranks (nearest rank).
 
-        `count`: the number of these values on all ranks, above 0.
+        `count`: the number of these values on all ranks, above 0. What is not a number counts as infinite.
         """
-        values = torch.cat(self.values.get(name, [torch.zeros(0)])).cpu()
+        values = torch.cat(self.values.get(name, [torch.zeros(0)])).cpu().nan_to_num(torch.inf, torch.inf)
         return quantile(values[values != LEFT_OUT], share, count, parallel.sum_of_last_stages)
 
 

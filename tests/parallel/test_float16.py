@@ -7,6 +7,7 @@ from tests.support.tiny_models import save_model
 
 CASES = {
     "gradients": {1: [("qwen3_balanced", {})], 2: [("qwen2", {"pp": 2, "vpp": 2}), ("qwen3_balanced", {"pp": 2})]},
+    "residual": {2: [("qwen3", {"pp": 2}), ("qwen3", {"tp": 2})]},
     "overflow": {2: [("qwen3", {"pp": 2}), ("qwen3_moe", {"dp": 2, "ep": 2})]},
     "checkpoint": {2: [("qwen3_moe", {"dp": 2, "ep": 2}), ("qwen3_moe", {"tp": 2}), ("qwen3_moe", {"dp": 2, "ep": 2})]},
 }
