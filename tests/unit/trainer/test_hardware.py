@@ -193,7 +193,7 @@ def test_permutation_of_transformer_engine_is_the_plain_one():
 
 @pytest.mark.parametrize("major", [9, 10])
 def test_the_gpu_lock_file_has_what_attention_prefers(major):
-    """Of the kernels that Hopper and Blackwell take first: all that a package index has, with what these require."""
+    """The packages of all kernels that Hopper and Blackwell take first and a package index has, and what they need."""
     held = dict(re.findall(r"^([\w.-]+)==(\S+)", (ROOT / "requirements-gpu.lock").read_text(), re.M))
     assert set(PACKAGES) >= {need for name in FASTEST[major] for need in KERNELS[name].needs}
     packages = {PACKAGES[need] for name in FASTEST[major] for need in KERNELS[name].needs} - {""}
