@@ -37,7 +37,7 @@ from areal_megatron.observe.metrics import read_status
 from areal_megatron.observe.status import EngineState
 from areal_megatron.planning.pools import Process, Slot
 from areal_megatron.process.shown import guard
-from areal_megatron.run.arguments import Parser
+from areal_megatron.run.arguments import Parser, count
 from areal_megatron.run.folder import Run, RunError, engine_index, engine_name
 from areal_megatron.run.network import Site, join_address, split_address
 
@@ -68,7 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
         help="this machine's own address, where what goes to HOST is translated to it or forwarded (default: HOST)",
     )
     adding.add_argument(
-        "--restarts", type=int, default=10, metavar="N", help="start one that dies again, N times in all"
+        "--restarts", type=count, default=10, metavar="N", help="start one that dies again, N times in all"
     )
     start.add_python(adding)
     draining = actions.add_parser("drain", help="have engines leave the run")

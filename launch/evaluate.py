@@ -409,7 +409,12 @@ def _problem_with_samples(n: int, ks: Sequence[int], temperature: float) -> str:
 
 def _in_options(problem: str) -> str:
     """Returns an error about a config in the words of this program's options."""
-    for key, option in (("model.path: ", ""), ("rollout.vllm.", "--vllm "), ("rollout.max_new_tokens:", _LENGTH)):
+    for key, option in (
+        ("model.path: ", ""),
+        ("reward.function: ", "--reward: "),
+        ("rollout.vllm.", "--vllm "),
+        ("rollout.max_new_tokens:", _LENGTH),
+    ):
         problem = problem.replace(key, option, 1) if problem.startswith(key) else problem
     return problem
 

@@ -127,6 +127,7 @@ def _read_file(path: Path) -> list[Entry]:
         tree = yaml.compose(path.read_text(encoding="utf-8"), yaml.SafeLoader)
     except OSError as e:
         near = f", did you mean {names_like(path)[0]}?" if names_like(path) else ""
+        near = "; give a YAML file, such as configs/tiny_cpu.yaml" if isinstance(e, IsADirectoryError) else near
         raise ConfigError(f"{path}: cannot read the config: {e.strerror}{near}") from None
     except UnicodeDecodeError as e:
         raise ConfigError(f"{path}: not YAML in UTF-8: {e.reason}") from None

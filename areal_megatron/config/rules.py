@@ -68,6 +68,8 @@ def _hint(f: Field, value: Any) -> str:
     near = difflib.get_close_matches(str(value), f.metadata.get("choices", ()), 1)
     if f.name == "mode" and value in PUBLISHED:
         near = [f"rl with ppo.algorithm={value}"]
+    if f.name == "device" and value in ("gpu", "GPU"):
+        near = ["cuda"]
     return f", did you mean {near[0]!r}?" if near else ""
 
 
@@ -77,6 +79,11 @@ def _check_run(config: Config, require: Require) -> None:
         config.name.isprintable() and config.name == config.name.strip() and not config.name.startswith("-"),
         "name",
         "must be one line, and begin neither with a space nor with -, which programs read as an option",
+    )
+    require(
+        config.resume not in ("true", "True", "yes", "on", "1"),
+        "resume",
+        f"{config.resume!r} is no checkpoint: resume=auto starts the run, or resumes from its last one",
     )
     length = len(config.name.encode(errors="surrogatepass"))
     require(length <= 200, "name", f"must have at most 200 bytes, as names of files, has {length}")

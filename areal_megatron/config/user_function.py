@@ -37,6 +37,8 @@ def import_function(path: str, key: str) -> Callable:
 def check_path(path: str, key: str) -> None:
     """Raises ConfigError for the path of a file in place of an import path; imports nothing."""
     module, _, function = path.partition(":")
+    if "://" in path and module not in ("http", "https"):
+        raise ConfigError(f"{key}: {path}: an address begins with http:// or https://, an import path has no //")
     if "://" not in path and (module.endswith(".py") or "/" in module):
         file = Path(module)
         where = "" if file.parent == Path() else f", with {file.parent} in PYTHONPATH"

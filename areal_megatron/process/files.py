@@ -161,7 +161,8 @@ def names_like(path: Path) -> list[Path]:
         there = os.listdir(path.parent)
     except OSError:
         return []
-    return [path.with_name(name) for name in difflib.get_close_matches(path.name, there, 3, 0.7)]
+    near = difflib.get_close_matches(path.name, [name for name in there if name != path.name], 3, 0.7)
+    return [path.with_name(name) for name in near]
 
 
 def new_folder(kind: str, chosen: Path | None = None) -> Path:

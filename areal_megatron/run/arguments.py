@@ -49,6 +49,7 @@ class Parser(argparse.ArgumentParser):
             told = f"{found[1]}: expected {_NUMBERS[found[2]]}, is {found[3]}"
         if message.startswith(_UNKNOWN):
             told = self._about(message.removeprefix(_UNKNOWN).split(" "))
+        told = told.removeprefix("argument ")
         print(f"error: {self.prog}: {told}; {self.prog} --help says more", file=sys.stderr)
         sys.exit(2)
 
@@ -66,6 +67,13 @@ class Parser(argparse.ArgumentParser):
         meant = key if config_file.is_key(key) else config_file.nearest(key) or "KEY"
         meant = meant if "=" in meant else f"{meant}={value}"
         return f"there is no option {first}; keys of the config are given without dashes: {meant}"
+
+
+def count(text: str) -> int:
+    """Parses a whole number of at least 0. Raises ArgumentTypeError."""
+    if not (text.isascii() and text.isdigit()):
+        raise argparse.ArgumentTypeError(f"expected a whole number, at least 0, is {text!r}")
+    return int(text)
 
 
 def _lines(usage: str) -> str:

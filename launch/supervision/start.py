@@ -37,7 +37,7 @@ from areal_megatron.reward.function import load_function
 from areal_megatron.reward.group import load_group_function
 from areal_megatron.reward.trial import try_rewards
 from areal_megatron.run import descriptors, gpu_settings, versions
-from areal_megatron.run.arguments import Parser
+from areal_megatron.run.arguments import Parser, count
 from areal_megatron.run.folder import Run
 from areal_megatron.workflows.trial import try_workflows
 from areal_megatron.workflows.workflow import check_workflow
@@ -53,7 +53,7 @@ def parser(module: str, description: str) -> argparse.ArgumentParser:
     made.add_config()
     made.add_argument(
         "--restarts",
-        type=int,
+        type=count,
         default=0,
         metavar="N",
         help="start the run again from its newest checkpoint if a process fails, N times at most",
@@ -143,6 +143,13 @@ def lease(config: Config) -> Iterator[Lease]:
                 run.discard()
 
 
+def _check_place(folder: Path) -> None:
+    """Raises ConfigError if no folder can be made in `folder`, and makes none."""
+    there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise ConfigError(f"runs_dir: {there} is no folder that can be written: give another with runs_dir=…")
+
+
 @contextmanager
 def _writing(run: Run) -> Iterator[None]:
     try:
@@ -168,6 +175,8 @@ def check(
         gpu_settings.check(os.environ | gpu_settings.SETTINGS)  # which every process is given
     fetched = run is not None or Path(config.model.path).exists()
     check_trackers(config.track)
+    if run is None:
+        _check_place(Path(config.runs_dir))
     fetch(config, run, fetched)
     models = filter(None, (config.model.path, config.ppo.penalty.kl_model, config.reward.model))
     weights = fetched or all(map(hub.has_weights, models))

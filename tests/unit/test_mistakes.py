@@ -56,6 +56,7 @@ def place(world, tmp_path_factory):
     (folder / "imports.py").write_text("import no_such_package\n")
     (folder / "ppo.yaml").write_text((ROOT / "configs/tiny_cpu.yaml").read_text())
     (folder / "few.yaml").write_text("name: x\nupdates: 3\n")
+    (folder / "seven.yaml").write_text("batch_size: 256\nupdates: 3\nrollout:\n  group_size: 7\n")
     (folder / "tab.yaml").write_text("name: x\n\tupdates: 3\n")
     (folder / "twice.yaml").write_text("name: x\nname: y\n")
     (folder / "number.yaml").write_text("name: x\nrollout: 3\n")
@@ -146,6 +147,22 @@ KEYS = {
     "rollout.vllm.enable_lora=true": "rollout.vllm.enable_lora",
     "trainer.megatron.fp8=hybrid": "trainer.megatron.fp8",
     "resume=runs/nope": "runs/nope is no complete checkpoint: there is no such folder; name one such as",
+    "resume=true": "resume: 'true' is no checkpoint: resume=auto starts the run, or resumes from its last one",
+    "runs_dir=d.jsonl": "runs_dir: d.jsonl is no folder that can be written",
+    "runs_dir=d.jsonl/runs": "d.jsonl is no folder that can be written",
+    "machine.device=gpu": "must be one of auto, cpu, cuda, is 'gpu', did you mean 'cuda'?",
+    "reward.function=htp://127.0.0.1:8000/": "an address begins with http:// or https://",
+    "reward.function=choice": "d.jsonl:1: reward.function=choice cannot use the answer: expected the capital letter",
+    "reward.function=model": "reward.model: reward.function=model needs the folder of the model",
+    "reward.group_function=mine:nothing": "reward.group_function: mine has no function nothing",
+    "rollout.max_running=1": "rollout.max_running: cannot hold a group of 8",
+    "rollout.vllm.max_num_sqs=4": "rollout.vllm.max_num_sqs: vLLM has no such option, did you mean max_num_seqs?",
+    "trainer.pp=9 machine.slots=64": "trainer.pp: num_hidden_layers=4 of the model cannot be divided over 9 stages",
+    "trainer.ep=2 machine.slots=64": "trainer.ep: 2, but the model of model has no experts",
+    "data.train=there": "there: no *.jsonl, *.parquet or *.arrow file in this folder",
+    "data.max_prompt_tokens=1": "the shortest prompt has 4 tokens, data.max_prompt_tokens is 1: raise it to 4 or more",
+    "mode=dpo": "d.jsonl:1: field 'chosen' is missing, found 'prompt', 'answer'",
+    "trainer=": "trainer is a section: give its keys one by one, such as trainer.tp",
     "resume=latest": "latest is no complete checkpoint: there is no such folder",
     "rollout.n=16": "did you mean 'rollout.group_size', which is",
     "ppo.kl_coef=0.1": "did you mean 'ppo.penalty.kl', which is",
@@ -203,6 +220,29 @@ COMMANDS = {
     "train number.yaml": "number.yaml:2: rollout",
     "train few.yaml": "few.yaml: missing data.train, model.path",
     "train ppo.yaml name=there runs_dir=. model.path=model data.train=d.jsonl": "exists: choose another name",
+    "train there name=x": "there: cannot read the config: Is a directory; give a YAML file",
+    "train seven.yaml name=x model.path=model data.train=d.jsonl data.eval=": "seven.yaml:1: batch_size: 256 is no "
+    "multiple of rollout.group_size=7",
+    "train ppo.yaml --restarts -1": "--restarts: expected a whole number, at least 0, is '-1'",
+    "plan ppo.yaml --nodes 0 --gpus 4": "--nodes 0 --gpus 4 --gpu-gb 0: expected at least one node and one GPU",
+    "plan ppo.yaml --nodes 1": "areal plan: --gpus missing: usage: areal plan",
+    "plan ppo.yaml model.path=model --nodes 1 --gpus 8 trainer.tp=3": "trainer.tp: 3 does not divide",
+    "submit ppo.yaml name=x model.path=model data.train=d.jsonl --nodes 1 --gpus 4 --time 12h": "--time 12h: expected",
+    "submit ppo.yaml name=x model.path=model data.train=d.jsonl --nodes 1 --gpus 1 --time 9:00:00": "need 2 slots",
+    "submit ppo.yaml name=x model.path=model data.train=d.jsonl --nodes 2 --gpus 4 --time 9:00:00 "
+    "machine.host=127.0.0.1 --dry-run": "is a loopback address and the job has 2 nodes",
+    "submit ppo.yaml --nodes 1 --gpus 4 --partition": "areal submit: --partition: expected one argument",
+    "simulate ppo.yaml model.path=model --gpu tpu --median 40": "--gpu tpu: not known; the nearest name is h800",
+    "simulate ppo.yaml model.path=model --gpu h100": "--median: say how long answers are",
+    "convert to_hf nowhere exported": "areal convert: direction: invalid choice: 'to_hf' (choose from",
+    "convert to-hf nowhere exported": "nowhere is no folder; give a checkpoint folder such as",
+    "engines add there --count 1": "there is no run folder; give a folder such as runs/tiny",
+    "trajectories nowhere --color version": "there is no option --color, did you mean --colour?",
+    "status nowhere --web --port 99999": "--port: must be from 0 to 65535, is 99999",
+    "evaluate model": "DATA missing: areal evaluate MODEL DATA",
+    "evaluate model d.jsonl --n 0": "--n: must be above 0, is 0",
+    "evaluate model d.jsonl --temperature 0 --n 4": "--temperature: 0 with --n 4: must be above 0, or 0 with --n 1",
+    "evaluate model d.jsonl --reward mth": "--reward: 'mth' is no reward, expected math, choice, code",
     "status nowhere": "nowhere is no run folder",
     "report nowhere": "nowhere is no run folder, give one such as runs/tiny",
     "report": "error: areal report: run missing: usage: areal report",
