@@ -30,7 +30,7 @@ BUSY = 0.9
 """Reward workers that are at work for this share of the time have answers wait for their scores."""
 SLACK = 0.3
 """Engines that have room for more prompts for this share of the time could do more."""
-_NEEDED = (
+NEEDED = (
     "update_s",
     "trainer_wait_s",
     "straggler_wait_s",
@@ -202,7 +202,7 @@ def _steady(config: Config, updates: Sequence[dict[str, Any]]) -> list[dict[str,
     for update in reversed(updates):
         if update["version"] > config.updates - settling:
             continue
-        unusable = any(update.get(key) is None for key in _NEEDED) or update.get("engines_unreached")
+        unusable = any(update.get(key) is None for key in NEEDED) or update.get("engines_unreached")
         if unusable or not update["update_s"] or not update["engines_serving"]:
             break
         if same and update["engines_serving"] != same[0]["engines_serving"]:
