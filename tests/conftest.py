@@ -1,5 +1,6 @@
 """What tests of whole runs share: a tiny world, and runs started as a user starts them."""
 
+import ctypes
 import gc
 import os
 import signal
@@ -87,8 +88,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def take_interrupts() -> None:
-    """A shell has its background jobs ignore them, and all that these start."""
+    """In a new process: a shell has its background jobs ignore them, and all that these start. It is terminated when
+    the test that has started it is gone."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 class LocalRun:

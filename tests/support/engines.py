@@ -15,6 +15,7 @@ import psutil
 from areal_megatron.config import Config, DataConfig, MachineConfig, ModelConfig, RolloutConfig
 from areal_megatron.config.config_file import save
 from areal_megatron.engine.client import EngineClient, EngineError
+from areal_megatron.process.lifeline import DESCRIPTOR
 from areal_megatron.run.folder import Run
 
 START_TIMEOUT_S = 240
@@ -47,11 +48,27 @@ def lengthened(world, folder):
 
 
 @contextmanager
+def tied(command, environment=None, **options):
+    """A process, in a session of its own, that sees the end of this one, whatever that was, as it would its
+    launcher's. Nobody else holds the other end of the pipe."""
+    held, end = os.pipe()
+    try:
+        environment = os.environ | (environment or {}) | {DESCRIPTOR: str(held)}
+        with subprocess.Popen(
+            command, env=environment, pass_fds=[held], start_new_session=True, stdin=subprocess.DEVNULL, **options
+        ) as process:
+            os.close(held)
+            yield process
+    finally:
+        os.close(end)
+
+
+@contextmanager
 def standin_engine(run):
     """engine-0 of `run`, where no vLLM is needed: a request has 4 answers of 24 tokens, after 0.05 s."""
     program = Path(__file__).parents[2] / "tools" / "bench" / "standin_engines.py"
     command = [sys.executable, program, "1", "0.05", "24", "4"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as engine:
+    with tied(command, stdout=subprocess.PIPE, text=True) as engine:
         try:
             run.announce("engine-0", f"http://127.0.0.1:{engine.stdout.readline().strip()}/0")
             yield
@@ -63,31 +80,28 @@ def standin_engine(run):
 def started_engine(run):
     """engine-0 of `run`, healthy; ended afterwards."""
     command = [sys.executable, "-m", "areal_megatron.engine.server", "--run", str(run.folder), "--index", "0"]
-    with run.log("engine-0").open("wb") as log:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=os.environ | {"AREAL_CPUS": "0"}
-        )
-    server = psutil.Process(process.pid)
-    members: set[psutil.Process] = {server}
-    try:
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while not ask(run, is_healthy):
-            assert process.poll() is None, run.log("engine-0").read_text()[-2000:]
-            assert time.monotonic() < deadline, f"no engine after {START_TIMEOUT_S} s"
-            time.sleep(0.5)
-        # Now, since vLLM's EngineCore is nobody's child any more if a test kills the server.
-        members.update(server.children(recursive=True))
-        yield process
-    finally:
-        grace_s = 1  # for an engine core whose server a test has killed: it may not notice
-        if process.poll() is None:
+    with run.log("engine-0").open("wb") as log, tied(command, {"AREAL_CPUS": "0"}, stdout=log, stderr=log) as process:
+        server = psutil.Process(process.pid)
+        members: set[psutil.Process] = {server}
+        try:
+            deadline = time.monotonic() + START_TIMEOUT_S
+            while not ask(run, is_healthy):
+                assert process.poll() is None, run.log("engine-0").read_text()[-2000:]
+                assert time.monotonic() < deadline, f"no engine after {START_TIMEOUT_S} s"
+                time.sleep(0.5)
+            # Now, since vLLM's EngineCore is nobody's child any more if a test kills the server.
             members.update(server.children(recursive=True))
-            grace_s = 30
-        process.terminate()
-        _, left = psutil.wait_procs(members, grace_s)
-        for member in left:
-            member.kill()
-        process.wait(10)
+            yield process
+        finally:
+            grace_s = 1  # for an engine core whose server a test has killed: it may not notice
+            if process.poll() is None:
+                members.update(server.children(recursive=True))
+                grace_s = 30
+            process.terminate()
+            _, left = psutil.wait_procs(members, grace_s)
+            for member in left:
+                member.kill()
+            process.wait(10)
 
 
 async def is_healthy(client):

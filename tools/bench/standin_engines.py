@@ -17,6 +17,7 @@ import numpy as np
 from aiohttp import web
 
 from areal_megatron.engine.answers import CONTENT_TYPE, PATH, RawAnswer, encode
+from areal_megatron.process import lifeline
 
 _VOCABULARY = 15
 _VARIANTS = 8
@@ -106,4 +107,5 @@ if __name__ == "__main__":
     parser.add_argument("seconds", type=float, help="mean time of a request")
     parser.add_argument("tokens", type=int, help="tokens of an answer")
     parser.add_argument("group", type=int, help="answers to a request")
+    lifeline.hold(guardian_s=0)
     asyncio.run(serve(**vars(parser.parse_args())))
