@@ -71,8 +71,8 @@ from areal_megatron.observe.shown_answers import AnswersWriter
 from areal_megatron.observe.startup import Startup
 from areal_megatron.observe.status import Status
 from areal_megatron.observe.timeline import Timeline
-from areal_megatron.process import lateness
 from areal_megatron.process.errors import first_cause
+from areal_megatron.process.lateness import attended_time
 from areal_megatron.process.shown import guard
 from areal_megatron.protocol import (
     Bye,
@@ -254,7 +254,7 @@ class Controller:
             "evaluations_left_out": self.evaluations.left_out,
         }
         account |= self.environments.account(elapsed)
-        late, self._late_s = self._late_s, lateness.attended_time().late_s
+        late, self._late_s = self._late_s, attended_time().late_s
         account["controller_late_s"] = self._late_s - late
         self.metrics.write("update", self.schedule.version, account)
         if self.startup.mark("first_batch"):

@@ -13,7 +13,7 @@ from areal_megatron.controller.changed import Changed
 from areal_megatron.engine.client import EngineClient, EngineError, Load
 from areal_megatron.observe.status import EngineState, EngineStatus
 from areal_megatron.observe.timeline import Timeline
-from areal_megatron.process import lateness
+from areal_megatron.process.lateness import now
 from areal_megatron.run.folder import Run, engine_name
 
 log = logging.getLogger(__name__)
@@ -163,24 +163,24 @@ class Engine:
         nothing for silence_s or samples nothing for timeout_s."""
         poll_s = max(_POLL_S, engines / _POLLS_PER_S)
         await asyncio.sleep(poll_s * (self.index % engines) / engines)  # all at once would hold everything else up
-        tokens, seen, progress = None, lateness.now(), lateness.now()
+        tokens, seen, progress = None, now(), now()
         while not self.gone:
             started = self._started
             await asyncio.sleep(_ARRIVES_S)
             load = await self._load(silence_s)
-            now = lateness.now()
+            at = now()
             held = load.running + load.waiting
             self._tally()
             self._waiting = load.waiting
             self._ended = started - held
             self.changed.notify()
             if tokens is not None:
-                self.tokens_per_s = (load.generated_tokens - tokens) / (now - seen)
+                self.tokens_per_s = (load.generated_tokens - tokens) / (at - seen)
             if load.generated_tokens != tokens or not held or self.state == EngineState.RECEIVING:
-                progress = now
-            elif now - progress > timeout_s:
+                progress = at
+            elif at - progress > timeout_s:
                 raise EngineError(f"{self.name} holds {held} requests but has sampled nothing for {timeout_s:.0f} s")
-            tokens, seen = load.generated_tokens, now
+            tokens, seen = load.generated_tokens, at
             await asyncio.sleep(poll_s - _ARRIVES_S)
 
     async def _load(self, silence_s: float) -> Load:

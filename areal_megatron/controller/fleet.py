@@ -17,7 +17,7 @@ from areal_megatron.controller.updates import EngineUpdates
 from areal_megatron.engine.client import EngineClient, EngineError
 from areal_megatron.observe.status import EngineState
 from areal_megatron.observe.timeline import Timeline
-from areal_megatron.process import lateness
+from areal_megatron.process.lateness import now, within
 from areal_megatron.protocol import Delivered, Links, NotYet, Publish, Sending
 from areal_megatron.run.folder import Run, RunError, engine_index, engine_name
 
@@ -67,12 +67,12 @@ class Fleet:
     async def connect(self) -> None:
         """Waits until every engine of the config serves. Raises EngineError or RunError if one does not within
         rollout.start_timeout_s."""
-        deadline = lateness.now() + self._config.rollout.start_timeout_s
+        deadline = now() + self._config.rollout.start_timeout_s
         indices = range(self._config.rollout.engines)
         for index in indices:
-            await asyncio.to_thread(self._run.endpoint, engine_name(index), max(0.0, deadline - lateness.now()))
+            await asyncio.to_thread(self._run.endpoint, engine_name(index), max(0.0, deadline - now()))
         engines = [connect(self._config, self._run, index, self._changed) for index in indices]
-        await asyncio.gather(*(e.wait_until_ready(max(1.0, deadline - lateness.now())) for e in engines))
+        await asyncio.gather(*(e.wait_until_ready(max(1.0, deadline - now())) for e in engines))
         for engine in engines:
             await self._take_in(engine, fresh=self._fresh)
         self._connected.set()
@@ -136,7 +136,7 @@ class Fleet:
         """Returns the links that are to carry the version, or NotYet while engines start; a version published again
         goes only to engines without it."""
         with contextlib.suppress(TimeoutError):
-            await lateness.within(self._config.machine.ask_again_s, self._connected.wait())
+            await within(self._config.machine.ask_again_s, self._connected.wait())
         if not self._connected.is_set():
             return NotYet()
         again, self._published = message.version == self._published, message.version
@@ -258,11 +258,11 @@ class Fleet:
                 await engine.watch(self._config.machine.peer_timeout_s, rollout.silence_s, len(self.engines))
             except EngineError as e:
                 self._lose(engine, e)
-            lost = lateness.now()
+            lost = now()
             while self._stays_away(engine) or not await self._is_back(engine):
                 if len(self._gone) < len(self.engines):
-                    lost = lateness.now()  # the others continue without it
-                elif lateness.now() > lost + rollout.start_timeout_s:
+                    lost = now()  # the others continue without it
+                elif now() > lost + rollout.start_timeout_s:
                     timeout_s = rollout.start_timeout_s
                     raise EngineError(f"{engine.name} was lost and not started again within {timeout_s:.0f} s")
                 await asyncio.sleep(_POLL_S)

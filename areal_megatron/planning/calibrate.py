@@ -15,9 +15,8 @@ from pathlib import Path
 from areal_megatron.config import ConfigError
 from areal_megatron.planning.forecast.accelerators import CORE, Accelerator, accelerator, this_version
 from areal_megatron.planning.forecast.calibration import FinishedRun, calibrated
-from areal_megatron.process.files import write_json
 from areal_megatron.process.shown import guard
-from areal_megatron.run.arguments import Parser
+from areal_megatron.run.arguments import Parser, write_output
 from areal_megatron.run.folder import Run
 
 
@@ -50,13 +49,10 @@ def main(arguments: list[str] | None = None) -> int:
             raise ConfigError(f"--gpu: {what}")
         gpu = CORE if on_cpu else accelerator(options.gpu)
         found = calibrated(runs, gpu)
-        write_json(options.out, contents(found))
+        write_output("--out", options.out, contents(found))
         print(table(gpu, found))
     except ConfigError as e:
         print(f"error: {e}", file=sys.stderr)
-        return 2
-    except OSError as e:
-        print(f"error: --out: cannot write {options.out}: {e.strerror}", file=sys.stderr)
         return 2
     return 0
 

@@ -26,10 +26,9 @@ from areal_megatron.planning.memory.parts import GIB
 from areal_megatron.planning.option_check import check_for_device, check_options, uncounted
 from areal_megatron.planning.pools import Node, Placement, allocate
 from areal_megatron.planning.sizes import Sizes, add_sizes
-from areal_megatron.process.files import write_json
 from areal_megatron.process.shown import guard
 from areal_megatron.reward import function
-from areal_megatron.run.arguments import Parser
+from areal_megatron.run.arguments import Parser, write_output
 from areal_megatron.workflows import workflow
 
 ASK_BEST = "whether other sizes are faster on these GPUs: areal plan … --best --gpu h100"
@@ -178,13 +177,9 @@ def main(arguments: list[str] | None = None) -> int:
         print(planned.table(searched=options.best))
         for warning in [*planned.warnings, *check_options(config, python={}), *(slow(found) if found else ())]:
             print(f"warning: {warning}", file=sys.stderr)
-        if options.json:
-            write_json(options.json, planned.report() | (report(found) if found else {}))
+        write_output("--json", options.json, planned.report() | (report(found) if found else {}))
     except ConfigError as e:
         print(f"error: {e}", file=sys.stderr)
-        return 2
-    except OSError as e:
-        print(f"error: --json: cannot write {options.json}: {e.strerror}", file=sys.stderr)
         return 2
     return 0
 

@@ -22,9 +22,8 @@ from areal_megatron.planning.forecast.accelerators import Accelerator, accelerat
 from areal_megatron.planning.forecast.simulator import Circumstances, SimulatedRun, Simulator, Times, TrainedUpdate
 from areal_megatron.planning.forecast.times import times_of
 from areal_megatron.planning.length_options import add_lengths, given_lengths
-from areal_megatron.process.files import write_json
 from areal_megatron.process.shown import guard
-from areal_megatron.run.arguments import Parser
+from areal_megatron.run.arguments import Parser, write_output
 
 QUIET_S = 5.0
 """Seconds after which the command says how far it is, and again after as many."""
@@ -163,13 +162,9 @@ def main(arguments: list[str] | None = None) -> int:
         updates = min(options.simulate or config.updates, config.updates)
         run = Simulator(config, times, lengths, around).run(updates, SimulationProgress(updates))
         print(table(config, gpu, times, run))
-        if options.json:
-            write_json(options.json, report(config, run))
+        write_output("--json", options.json, report(config, run))
     except ConfigError as e:
         print(f"error: {e}", file=sys.stderr)
-        return 2
-    except OSError as e:
-        print(f"error: --json: cannot write {options.json}: {e.strerror}", file=sys.stderr)
         return 2
     return 0
 

@@ -6,11 +6,13 @@ import argparse
 import difflib
 import re
 import sys
+from pathlib import Path
 from typing import Any, NoReturn
 
 from areal_megatron.command import program
-from areal_megatron.config import config_file
+from areal_megatron.config import ConfigError, config_file
 from areal_megatron.config.other_names import NONE_HERE, find
+from areal_megatron.process.files import write_json
 
 _REQUIRED = "the following arguments are required: "
 _UNKNOWN = "unrecognized arguments: "
@@ -74,6 +76,15 @@ def count(text: str) -> int:
     if not (text.isascii() and text.isdigit()):
         raise argparse.ArgumentTypeError(f"expected a whole number, at least 0, is {text!r}")
     return int(text)
+
+
+def write_output(option: str, path: Path | None, contents: dict[str, Any]) -> None:
+    """Writes the JSON file that an option names, if it was given. Raises ConfigError."""
+    try:
+        if path:
+            write_json(path, contents)
+    except OSError as e:
+        raise ConfigError(f"{option}: cannot write {path}: {e.strerror}") from None
 
 
 def _lines(usage: str) -> str:

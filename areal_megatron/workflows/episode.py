@@ -14,7 +14,7 @@ from areal_megatron.data.formats import Chat
 from areal_megatron.data.prompts import Prompt
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.engine.client import EngineError
-from areal_megatron.process import lateness
+from areal_megatron.process.lateness import now
 from areal_megatron.reward.no_score import RewardFailed
 from areal_megatron.reward.worker import Scored
 from areal_megatron.run.folder import RunError
@@ -116,7 +116,7 @@ class Episode:
         self._busy = self._turns_taken = 0
         self._scored: tuple[int, Scored] | None = None
         """(`answers` at that time, the score of the last of them)"""
-        self._last_event = lateness.now()
+        self._last_event = now()
 
     @property
     def text(self) -> str:
@@ -243,12 +243,12 @@ class Episode:
             yield
         finally:
             self._busy -= 1
-            self._last_event = lateness.now()
+            self._last_event = now()
 
     @property
     def idle_s(self) -> float:
         """Seconds since the episode last asked an engine or was busy otherwise; 0 while it is."""
-        return 0.0 if self._busy else lateness.now() - self._last_event
+        return 0.0 if self._busy else now() - self._last_event
 
     def _some_tokens_left(self, context: Transcript) -> int:
         if (left := self.tokens_left(context)) > 0:
