@@ -17,13 +17,11 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from areal_megatron.process.called import call
 from areal_megatron.process.shown import guard
 
 if TYPE_CHECKING:
     import argparse
-
-_CALLED = "AREAL_CALLED"
-"""Environment variable that tells a program by what command it was called."""
 
 
 @dataclass(frozen=True)
@@ -56,19 +54,13 @@ COMMANDS = {
 SHELLS = ("bash", "zsh", "fish")
 
 
-def program(module: str) -> str:
-    """Returns how a program names itself in its usage line: the command that it was called by, or `python -m module`.
-    To be asked for once in a process."""
-    return os.environ.pop(_CALLED, "") or f"python -m {module}"
-
-
 def main() -> int:
     guard()
     if "_ARGCOMPLETE" in os.environ:
         return _complete()
     name, *arguments = sys.argv[1:] or [""]
     if name in COMMANDS:
-        os.environ[_CALLED] = f"areal {name}"
+        call(f"areal {name}")
         os.execv(sys.executable, [sys.executable, "-m", COMMANDS[name].module, *arguments])
     if name in ("-h", "--help", "help"):
         print(usage())

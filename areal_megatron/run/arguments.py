@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
-from areal_megatron.command import program
 from areal_megatron.config import ConfigError, config_file
 from areal_megatron.config.other_names import NONE_HERE, find
+from areal_megatron.process.called import program
 from areal_megatron.process.files import write_json
 
 _REQUIRED = "the following arguments are required: "
