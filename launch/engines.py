@@ -31,9 +31,9 @@ from areal_megatron.launch.supervision.failure import Failure, Failures
 from areal_megatron.launch.supervision.health import Health
 from areal_megatron.launch.supervision.hosts import Here
 from areal_megatron.launch.supervision.orders import start_order
-from areal_megatron.launch.supervision.records import LaunchRecord, Pulse, last_record, read_record, state_of
 from areal_megatron.launch.supervision.supervise import Outcome, interrupt
 from areal_megatron.observe.metrics import read_status
+from areal_megatron.observe.records import LaunchRecord, Pulse, last_record, read_record, state_of
 from areal_megatron.observe.status import EngineState
 from areal_megatron.planning.pools import Process, Slot
 from areal_megatron.process.shown import guard

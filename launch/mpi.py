@@ -26,11 +26,11 @@ from areal_megatron.launch.supervision import start
 from areal_megatron.launch.supervision.hosts import HostError, Nodes
 from areal_megatron.launch.supervision.node import POLL_S, Supervisor, hello
 from areal_megatron.launch.supervision.orders import Alive, EndAll, Event, NodeHello, Order
-from areal_megatron.launch.supervision.silence import SIGN_S, Repeater
 from areal_megatron.launch.supervision.start import Beginning
 from areal_megatron.launch.supervision.supervise import Outcome, supervise
 from areal_megatron.planning.pools import Node, Process
 from areal_megatron.process.shown import guard
+from areal_megatron.process.silence import SIGN_S, Repeater
 from areal_megatron.run.folder import Replaced, Run
 from areal_megatron.run.network import check_network
 

@@ -33,12 +33,12 @@ from areal_megatron.launch.supervision import node, start
 from areal_megatron.launch.supervision.hosts import HostError, Nodes
 from areal_megatron.launch.supervision.lease import Lease
 from areal_megatron.launch.supervision.orders import Event, Leave, NodeHello, Order, Present
-from areal_megatron.launch.supervision.silence import Repeater, sign_interval
 from areal_megatron.launch.supervision.start import Beginning
 from areal_megatron.launch.supervision.supervise import Outcome, supervise
 from areal_megatron.planning.pools import Node
 from areal_megatron.process.files import read_replaced, write_atomically
 from areal_megatron.process.shown import guard
+from areal_megatron.process.silence import Repeater, sign_interval
 from areal_megatron.run.folder import Replaced, Run
 from areal_megatron.run.json_input import read_record
 from areal_megatron.run.network import check_network

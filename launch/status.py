@@ -20,11 +20,11 @@ from rich.table import Table
 
 from areal_megatron.checkpoint import folder as checkpoint_folder
 from areal_megatron.config import ConfigError, config_file
-from areal_megatron.launch.supervision.process_rows import HEAD, rows
-from areal_megatron.launch.supervision.records import LaunchRecord, last_record, state_of
 from areal_megatron.observe.advice import advise, since_resumed
 from areal_megatron.observe.console import number, percent
 from areal_megatron.observe.metrics import read_metrics, read_status
+from areal_megatron.observe.process_rows import HEAD, rows
+from areal_megatron.observe.records import LaunchRecord, last_record, state_of
 from areal_megatron.process.shown import guard, visible
 from areal_megatron.process.terminal import Terminal
 from areal_megatron.run.arguments import Parser

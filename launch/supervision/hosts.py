@@ -21,8 +21,8 @@ from areal_megatron.launch.supervision.orders import (
     carry_out,
 )
 from areal_megatron.launch.supervision.processes import Child, Children, Log
-from areal_megatron.launch.supervision.silence import AwakeClock
 from areal_megatron.planning.pools import Process, whole
+from areal_megatron.process.silence import AwakeClock
 from areal_megatron.run.folder import is_engine
 
 _POLL_S = 0.05

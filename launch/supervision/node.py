@@ -39,8 +39,8 @@ from areal_megatron.launch.supervision.orders import (
     carry_out,
 )
 from areal_megatron.launch.supervision.processes import Children
-from areal_megatron.launch.supervision.silence import AwakeClock, Repeater, sign_interval
 from areal_megatron.process.shown import guard
+from areal_megatron.process.silence import AwakeClock, Repeater, sign_interval
 from areal_megatron.run import descriptors
 
 POLL_S = 0.1

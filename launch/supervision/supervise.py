@@ -23,12 +23,12 @@ from areal_megatron.launch.supervision.lease import Lease
 from areal_megatron.launch.supervision.mirrors import Mirrors
 from areal_megatron.launch.supervision.orders import start_order
 from areal_megatron.launch.supervision.processes import Child
-from areal_megatron.launch.supervision.records import Recorder
-from areal_megatron.launch.supervision.silence import AwakeClock, Repeater
+from areal_megatron.launch.supervision.recorder import Recorder
 from areal_megatron.launch.supervision.start import Beginning
 from areal_megatron.observe.console import Console
 from areal_megatron.observe.metrics import STEPS, read_metrics, read_status
 from areal_megatron.planning.pools import Process, whole
+from areal_megatron.process.silence import AwakeClock, Repeater
 from areal_megatron.run.folder import Away, Replaced, is_engine, is_server
 
 _POLL_S = 0.1

@@ -23,8 +23,8 @@ from areal_megatron.controller.state import ControllerState, read
 from areal_megatron.data.dumps import dumped
 from areal_megatron.data.dumps import read as read_dump
 from areal_megatron.data.trajectory import Trajectory, checksum
-from areal_megatron.launch.supervision.records import read_record
 from areal_megatron.observe.metrics import read_metrics, read_status
+from areal_megatron.observe.records import read_record
 from areal_megatron.programs.audit import audit, surviving
 from areal_megatron.run.folder import Run
 from tests.e2e.test_faults import kill

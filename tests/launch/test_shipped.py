@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from areal_megatron.config import config_file
-from areal_megatron.launch.supervision.records import read_record
 from areal_megatron.observe.metrics import read_metrics
+from areal_megatron.observe.records import read_record
 from areal_megatron.run.folder import Run
 from tests.support.cluster import ENDED, Cluster
 from tests.support.hub_server import HubServer

@@ -15,7 +15,7 @@ from packaging.utils import canonicalize_name
 
 from areal_megatron.command import COMMANDS
 from areal_megatron.config import Config, DataConfig, ModelConfig, config_file
-from areal_megatron.launch.supervision.records import Recorder
+from areal_megatron.launch.supervision.recorder import Recorder
 from areal_megatron.planning.pools import Placement
 from areal_megatron.run.folder import Run
 

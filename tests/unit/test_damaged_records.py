@@ -22,9 +22,10 @@ from areal_megatron.launch import engines, status
 from areal_megatron.launch.page import report
 from areal_megatron.launch.page.browser import Browser
 from areal_megatron.launch.page.watched import Watched
-from areal_megatron.launch.supervision import lease, records, start
+from areal_megatron.launch.supervision import lease, start
 from areal_megatron.launch.supervision.processes import Log
-from areal_megatron.launch.supervision.records import Recorder
+from areal_megatron.launch.supervision.recorder import Recorder
+from areal_megatron.observe import records
 from areal_megatron.observe.metrics import MetricsWriter, read_status, write_status
 from areal_megatron.observe.spans import merge
 from areal_megatron.observe.status import EngineStatus, Status

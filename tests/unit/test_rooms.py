@@ -2,6 +2,7 @@
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,19 @@ def test_no_module_imports_itself_by_way_of_others():
 
     for module in MODULES:
         visit(module, [])
+
+
+def test_the_house_is_no_higher_and_has_no_more_rooms_than_one_can_keep_in_mind():
+    below = {room: set() for room in ROOMS}
+    for module, names in EVERY_IMPORT.items():
+        own = room_of(module)
+        below.get(own, set()).update({room_of(name) for name in names & MODULES.keys()} & ROOMS.keys() - {own})
+
+    @cache
+    def floor(room):
+        return 1 + max(map(floor, below[room]), default=0)
+
+    assert max(map(floor, ROOMS)) <= 11 and len(ROOMS) <= 28
 
 
 @pytest.mark.parametrize("library", ["torch", "vllm", "megatron"])

@@ -20,7 +20,7 @@ from areal_megatron.launch.engines import (
     sites_of,
     slots,
 )
-from areal_megatron.launch.supervision.records import Recorder
+from areal_megatron.launch.supervision.recorder import Recorder
 from areal_megatron.observe.metrics import write_status
 from areal_megatron.observe.status import EngineStatus, Status
 from areal_megatron.planning.pools import Placement, Process, Slot

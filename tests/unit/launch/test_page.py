@@ -34,7 +34,7 @@ from areal_megatron.launch.page.runs import WatchedRuns
 from areal_megatron.launch.page.server import Page
 from areal_megatron.launch.page.watched import Watched
 from areal_megatron.launch.supervision.processes import Log
-from areal_megatron.launch.supervision.records import Recorder
+from areal_megatron.launch.supervision.recorder import Recorder
 from areal_megatron.observe.metrics import MetricsWriter, write_status
 from areal_megatron.observe.shown_answers import LONGEST, AnswersWriter, ShownAnswer
 from areal_megatron.observe.status import EngineStatus, Status

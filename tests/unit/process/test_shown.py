@@ -26,7 +26,7 @@ from areal_megatron.launch.page.browser import Browser
 from areal_megatron.launch.page.watched import Watched, as_json
 from areal_megatron.launch.supervision import output
 from areal_megatron.launch.supervision.processes import Log
-from areal_megatron.launch.supervision.records import Recorder
+from areal_megatron.launch.supervision.recorder import Recorder
 from areal_megatron.observe import mirror
 from areal_megatron.observe.console import Console
 from areal_megatron.observe.metrics import MetricsWriter, write_status

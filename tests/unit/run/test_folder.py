@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from areal_megatron.config import ConfigError
-from areal_megatron.launch.supervision.records import Recorder
+from areal_megatron.launch.supervision.recorder import Recorder
 from areal_megatron.observe.metrics import MetricsWriter, write_status
 from areal_megatron.observe.status import Status
 from areal_megatron.planning.pools import Placement

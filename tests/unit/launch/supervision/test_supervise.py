@@ -11,13 +11,13 @@ import pytest
 
 from areal_megatron.checkpoint import folder as checkpoint_folder
 from areal_megatron.config import Config
-from areal_megatron.launch.supervision import records, start, supervise
+from areal_megatron.launch.supervision import recorder, start, supervise
 from areal_megatron.launch.supervision.closing import closing
 from areal_megatron.launch.supervision.hosts import Here
 from areal_megatron.launch.supervision.lease import Lease
-from areal_megatron.launch.supervision.records import read_record
 from areal_megatron.launch.supervision.start import Beginning
 from areal_megatron.launch.supervision.supervise import Outcome
+from areal_megatron.observe.records import read_record
 from areal_megatron.planning.memory import plan_memory
 from areal_megatron.planning.plan import ClusterPlan
 from areal_megatron.planning.pools import Node, Placement, Process
@@ -208,7 +208,7 @@ def test_sharing_the_logs_does_not_end_the_run(tmp_path, signals, share):
 
 
 def test_records_go_on_while_the_launcher_waits(tmp_path, monkeypatch, signals):
-    monkeypatch.setattr(records, "RECORD_S", 0.2)
+    monkeypatch.setattr(recorder, "RECORD_S", 0.2)
     run = Run(tmp_path / "run")
     run.create()
     placement = Placement((Node("n", (0,)),), (Process("controller", "controller", 0, "n", ()),))

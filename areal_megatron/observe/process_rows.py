@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import groupby
 
-from areal_megatron.launch.supervision.records import LaunchRecord, ProcessRecord
+from areal_megatron.observe.records import LaunchRecord, ProcessRecord
 from areal_megatron.observe.status import Status
 
 HEAD = ("process", "node", "slots", "state", "version", "requests", "tokens/s")

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import socket
-import subprocess
 import sys
-import threading
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 
 from areal_megatron.config import ConfigError
-from areal_megatron.launch.supervision.processes import Log
-from areal_megatron.launch.supervision.silence import AwakeClock
-from areal_megatron.planning.pools import Placement
-from areal_megatron.process.files import read_replaced, write_atomically
-from areal_megatron.run.folder import Away, Run
+from areal_megatron.process.files import read_replaced
+from areal_megatron.process.silence import AwakeClock
+from areal_megatron.run.folder import Run
 from areal_megatron.run.json_input import read_record as read_json_record
 
 RECORD_S = 5.0
@@ -48,57 +42,6 @@ class LaunchRecord(msgspec.Struct):
     processes: list[ProcessRecord]
     commit: str = ""
     """The commit of the checkout that the launcher runs from; empty if it is from none."""
-
-
-class Recorder:
-    """Keeps processes.json up to date, as well as the disk allows. Several threads may write."""
-
-    def __init__(self, run: Run, placement: Placement):
-        self._run, self._placement = run, placement
-        self._written, self._codes, self._commit = 0.0, {}, commit()
-        self._lock, self._over, self._failed = threading.Lock(), False, False
-
-    def write(self, processes: Mapping[str, Log], restarts_left: int, outcome: str = "") -> None:
-        """Writes a record if an exit code changed, the last record is RECORD_S old or the run ended; nothing after its
-        end. Call it often.
-
-        Raises Replaced."""
-        with self._lock:
-            codes = {name: process.exit_code for name, process in processes.items()}
-            is_new = outcome or codes != self._codes or time.monotonic() - self._written >= RECORD_S
-            if self._over or not is_new:
-                return
-            self._codes, self._written, self._over = codes, time.monotonic(), bool(outcome)
-            records = [
-                ProcessRecord(p.name, p.node, [slot.id for slot in p.slots], codes.get(p.name))
-                for process in self._placement.processes
-                for p in process.parts
-            ]
-            self._put(LaunchRecord(socket.gethostname(), time.time(), restarts_left, outcome, records, self._commit))
-
-    def _put(self, record: LaunchRecord) -> None:
-        try:
-            self._run.look()
-            write_atomically(self._run.processes, msgspec.json.encode(record))
-            self._failed = False
-        except Away:
-            return  # the lease says so
-        except OSError as e:
-            if not self._failed:
-                print(f"warning: {self._run.processes} cannot be written: {e.strerror}", file=sys.stderr, flush=True)
-            self._failed = True
-
-
-def commit() -> str:
-    """Returns the commit of the checkout that this code is from, shortened; "" if it is from none, or git fails."""
-    root = Path(__file__).resolve().parents[2]
-    if not (root / ".git").exists():
-        return ""
-    command = ["git", "-C", str(root), "rev-parse", "--short", "HEAD"]
-    try:
-        return subprocess.run(command, capture_output=True, encoding="utf-8", timeout=5, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return ""
 
 
 class Pulse:

@@ -6,11 +6,11 @@ import subprocess
 import sys
 import time
 
-from areal_megatron.launch.supervision.silence import AwakeClock, sign_interval
+from areal_megatron.process.silence import AwakeClock, sign_interval
 
 READING = """
 import sys, time
-from areal_megatron.launch.supervision.silence import AwakeClock
+from areal_megatron.process.silence import AwakeClock
 clock = AwakeClock(6)  # signs of life every second
 print(f"{clock.now():.1f}", flush=True)
 for _ in range(10):
