@@ -25,7 +25,6 @@ from areal_megatron.engine import answers
 from areal_megatron.engine.answers import RawAnswer, RawArray
 from areal_megatron.process.errors import printable
 from areal_megatron.process.lateness import now, within
-from areal_megatron.reshard import session
 from areal_megatron.run.network import KEEP_ALIVE_S, keep_alive
 
 log = logging.getLogger(__name__)
@@ -235,7 +234,7 @@ class EngineClient:
         await self._call("POST", "/update_weight_version", {"new_version": str(version)})
 
     async def join_link(self, init_body: dict[str, Any]) -> None:
-        """Has the engine join a new generation of its link (session.init_body); returns before the group has formed."""
+        """Has the engine join a new generation of its link (reshard.session); returns before the group has formed."""
         await self._call("POST", "/init_weight_transfer_engine", init_body)
 
     async def take_over(self) -> None:
@@ -253,12 +252,12 @@ class EngineClient:
 
         Returns for how many seconds nothing was generated. After an error the engine stays paused.
         """
-        raw = await self._call("POST", "/commit", session.commit_body(version, clear_cache))
+        raw = await self._call("POST", "/commit", {"version": str(version), "clear_cache": clear_cache})
         return msgspec.json.decode(raw, type=_Committed).seconds
 
     async def abandon_update(self) -> None:
         """Closes an update that failed; the engine keeps its old weights."""
-        await self._call("POST", "/update_weights", session.ABORT_BODY)
+        await self._call("POST", "/update_weights", {"update_info": {"action": "abort"}})
         await self._call("POST", "/finish_weight_update", {})
 
     async def wait_until_healthy(self, timeout_s: float) -> None:

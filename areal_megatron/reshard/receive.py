@@ -41,7 +41,7 @@ from areal_megatron.reshard.carriers.base import LinkError
 from areal_megatron.reshard.carriers.streams import Listener
 from areal_megatron.reshard.engine_layout import EngineSizes
 from areal_megatron.reshard.reception import Inlet, Reception
-from areal_megatron.reshard.session import ABORT_BODY, ROOM, LinkInfo
+from areal_megatron.reshard.session import ROOM, LinkInfo
 from areal_megatron.reshard.staging import Full, Live, Shard, Streamed
 from areal_megatron.run.credentials import Credentials
 from areal_megatron.run.network import CREDENTIALS_FILE, Site, address
@@ -159,7 +159,7 @@ class ReceiverExtension:
     def close_update(self) -> None:
         """Abandons the update that a controller which is gone has left open, if there is one."""
         if self._weight_update_active:
-            self.update_weights(ABORT_BODY["update_info"])
+            self.update_weights({"action": "abort"})
             self.finish_weight_update()
 
 

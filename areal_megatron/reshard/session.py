@@ -6,11 +6,11 @@ One update of one engine:
 |---|---|---|
 | /init_weight_transfer_engine | init_body(…) | once per generation: joins the link in the background, returns at once |
 | /start_weight_update | {} | receives the next version of this generation into staging, in the background |
-| /commit | commit_body(…) | only after the trainer reported the delivery: pauses, copies, resumes (engine/middleware) |
+| /commit | see engine/middleware.py | only after the trainer reported the delivery: pauses, copies, resumes |
 
 The updates of a generation are numbered: the n-th /start_weight_update receives what the n-th `publish` with this
-generation sends. After a failed or abandoned update post ABORT_BODY to /update_weights, then {} to
-/finish_weight_update (this closes vLLM's session and changes no weight), and give the link a new generation: its
+generation sends. After a failed or abandoned update post {"update_info": {"action": "abort"}} to /update_weights, then
+{} to /finish_weight_update (this closes vLLM's session and changes no weight), and give the link a new generation: its
 process group cannot be used again. Never post /commit on a guess: an engine with tp above 1 refuses it, but vLLM's
 session cannot be closed any more then.
 """
@@ -28,7 +28,6 @@ from areal_megatron.reshard.engine_layout import EngineSizes
 from areal_megatron.reshard.plan import BUCKET_ELEMENTS, Planner, largest_bucket
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 
-ABORT_BODY = {"update_info": {"action": "abort"}}
 ROOM = 0.1
 """The share of a shard's elements for which `streamed` staging has room at least, if trainers may send changes. With
 their places in 32 bits, those of 3% of 16-bit elements fit in there."""
@@ -114,8 +113,3 @@ def init_body(
         may_send_changes=config.reshard.may_send_changes,
     )
     return {"init_info": asdict(info)}
-
-
-def commit_body(version: int, clear_cache: bool) -> dict[str, Any]:
-    """Returns the body that commits what is staged; tokens sampled from then on carry `version`."""
-    return {"version": str(version), "clear_cache": clear_cache}
