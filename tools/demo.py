@@ -35,20 +35,8 @@ CONFIG = "configs/tiny_cpu.yaml"
 def main() -> int:
     speak_utf8()
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the PPO run")
-    parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--family", choices=FAMILIES, default="qwen3", help="what the tiny model is like")
-    parser.add_argument("--out", type=Path, help="new folder for everything; default: runs/demo-N")
-    options = parser.parse_args()
-    out = (options.out or unused("demo")).absolute()
-    if out.exists():
-        print(f"error: {out} exists: choose another --out or remove it", file=sys.stderr)
-        return 2
-    try:
-        overrides = machine_keys(CONFIG, options.overrides) + options.overrides
-    except ConfigError as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 2
+    options, out, overrides = given(parser, "demo", CONFIG)
     world, seed = out / "world", f"seed={options.seed}"
     started = time.monotonic()
     try:
@@ -88,6 +76,23 @@ def main() -> int:
     print(f"\nheld-out accuracy, sampled at temperature 1: {before:.3f} before, {after:.3f} after PPO")
     print(f"took {(time.monotonic() - started) / 60:.1f} minutes; report: {out / 'rl' / 'report.html'}")
     return 0
+
+
+def given(parser: argparse.ArgumentParser, name: str, file: str) -> tuple[argparse.Namespace, Path, list[str]]:
+    """Returns the options, the new folder, and what the run overrides of its config `file`. Ends this program with one
+    line if they are wrong."""
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the PPO run")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", type=Path, help=f"new folder for everything; default: runs/{name}-N")
+    options = parser.parse_args()
+    out = (options.out or unused(name)).absolute()
+    try:
+        if out.exists():
+            raise ConfigError(f"{out} exists: choose another --out or remove it")
+        return options, out, machine_keys(file, options.overrides) + options.overrides
+    except ConfigError as e:
+        print(f"error: {e}", file=sys.stderr)
+        sys.exit(2)
 
 
 def machine_keys(file: str, overrides: Sequence[str]) -> list[str]:

@@ -31,7 +31,7 @@ from areal_megatron.hub.hub import model_folder
 from areal_megatron.observe.metrics import read_metrics
 from areal_megatron.process.shown import speak_utf8
 from areal_megatron.run.folder import Run
-from tools.demo import ROOT, accuracy, machine_keys, run_step, unused
+from tools.demo import ROOT, accuracy, given, run_step
 
 CONFIG = "configs/smollm2_cpu.yaml"
 MODEL = ROOT / "models" / "SmolLM2-135M-Instruct"
@@ -46,20 +46,8 @@ SHOWN = 4
 def main() -> int:
     speak_utf8()
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the run")
-    parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--model", help="Hugging Face folder, or name on the hub; default: fetched once")
-    parser.add_argument("--out", type=Path, help="new folder for everything; default: runs/demo-llm-N")
-    options = parser.parse_args()
-    out = (options.out or unused("demo-llm")).absolute()
-    if out.exists():
-        print(f"error: {out} exists: choose another --out or remove it", file=sys.stderr)
-        return 2
-    try:
-        overrides = [*machine_keys(CONFIG, options.overrides), *options.overrides]
-    except ConfigError as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 2
+    options, out, overrides = given(parser, "demo-llm", CONFIG)
     started = time.monotonic()
     world = out / "world"
     try:
