@@ -27,6 +27,7 @@ from areal_megatron.launch.supervision.recorder import Recorder
 from areal_megatron.launch.supervision.start import Beginning
 from areal_megatron.observe.console import Console
 from areal_megatron.observe.metrics import STEPS, read_metrics, read_status
+from areal_megatron.observe.status import Status
 from areal_megatron.planning.pools import Process, whole
 from areal_megatron.process.silence import AwakeClock, Repeater
 from areal_megatron.run.folder import Away, Replaced, is_engine, is_server
@@ -234,7 +235,7 @@ class _Watch:
         """Returns the last version that this incarnation has trained; else the one that it began with."""
         run = self._beginning.run
         version, status = run.start.version, read_status(run)
-        if status.phase:  # the process that writes the metrics has begun, and has left out what is done again
+        if status != Status():  # the process that writes the metrics has begun, and has left out what is done again
             with suppress(OSError, ValueError):
                 trained = [line["version"] for line in read_metrics(run) if line["kind"] in STEPS]
                 version = max(version, status.version, *trained[-1:])

@@ -4,7 +4,6 @@ The trainers are four Publishers of this process: they hold what Megatron ranks 
 """
 
 import asyncio
-import os
 import subprocess
 import sys
 from contextlib import suppress
@@ -32,6 +31,7 @@ from areal_megatron.reshard.session import LinkRef, init_body
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 from areal_megatron.run.folder import Run
 from areal_megatron.run.network import Site
+from tests.support.engines import tied
 from tests.support.link_store import open_store
 from tests.support.reshard_oracle import expected_checksums, held_checksums, megatron_shard, write_model
 from tests.support.soaking import with_soaked
@@ -110,16 +110,12 @@ class Server:
         )
         self.config = load(self.run.config)
         self.processes = [
-            subprocess.Popen(
+            tied(
                 [sys.executable, "-m", "areal_megatron.engine.server", "--run", self.run.folder, "--index", "0"],
-                env={
-                    **os.environ,
-                    **{"OMP_NUM_THREADS": "1", "AREAL_PART": f"{part}/{parts}", "AREAL_RENDEZVOUS": "here"},
-                    **(Site(site, 0, site).settings if site else {}),
-                },
+                {"OMP_NUM_THREADS": "1", "AREAL_PART": f"{part}/{parts}", "AREAL_RENDEZVOUS": "here"}
+                | (Site(site, 0, site).settings if site else {}),
                 stdout=self.run.log(f"engine-0.{part}" if part else "engine-0").open("wb"),
                 stderr=subprocess.STDOUT,
-                start_new_session=True,
             )
             for part in range(parts)
         ]

@@ -19,6 +19,8 @@ from areal_megatron.process.lifeline import DESCRIPTOR
 from areal_megatron.run.folder import Run
 
 START_TIMEOUT_S = 240
+_HELD, _END = os.pipe()
+"""Engines hold the first; the other is this process's alone."""
 
 
 def make_run(folder, world, *, rollout=None, **keys):
@@ -47,20 +49,11 @@ def lengthened(world, folder):
     return folder
 
 
-@contextmanager
 def tied(command, environment=None, **options):
-    """A process, in a session of its own, that sees the end of this one, whatever that was, as it would its
-    launcher's. Nobody else holds the other end of the pipe."""
-    held, end = os.pipe()
-    try:
-        environment = os.environ | (environment or {}) | {DESCRIPTOR: str(held)}
-        with subprocess.Popen(
-            command, env=environment, pass_fds=[held], start_new_session=True, stdin=subprocess.DEVNULL, **options
-        ) as process:
-            os.close(held)
-            yield process
-    finally:
-        os.close(end)
+    """Starts a process, in a session of its own, that sees the end of this one, whatever that was, as it would see its
+    launcher's."""
+    options |= {"env": os.environ | (environment or {}) | {DESCRIPTOR: str(_HELD)}, "stdin": subprocess.DEVNULL}
+    return subprocess.Popen(command, pass_fds=[_HELD], start_new_session=True, **options)
 
 
 @contextmanager
