@@ -22,7 +22,7 @@ from areal_megatron.data.trajectory import BatchPart, decoder, encoder
 from areal_megatron.reshard.session import LinkRef
 from areal_megatron.run.folder import SecretKeys
 
-PROTOCOL = 8
+PROTOCOL = 9
 
 
 class Hello(msgspec.Struct, tag=True):

@@ -255,16 +255,18 @@ class Batches:
 def describe(trajectories: Sequence[Trajectory], version: int) -> dict[str, Any]:
     """Returns the figures of one batch: rewards, lengths in tokens, staleness in versions.
 
-    Means over answers of which there are none are left out.
+    An episode of several samples counts once in those of rewards and staleness. Means over answers of which there are
+    none are left out.
     """
     lengths = np.array([len(t.response) for t in trajectories])
     known = np.array([not t.failed for t in trajectories])
     right = np.array([t.correct for t in trajectories])
-    staleness = Counter(version - t.admission_version for t in trajectories)
+    episodes = each_episode(trajectories)
+    staleness = Counter(version - t.admission_version for t in episodes)
     trained = np.concatenate([t.versions[t.loss_mask == 1] for t in trajectories])
     return {
-        "reward_mean": float(np.mean([t.reward for t in trajectories if not t.failed])),
-        "accuracy": float(right[known].mean()),
+        "reward_mean": float(np.mean([t.reward for t in episodes if not t.failed])),
+        "accuracy": float(np.mean([t.correct for t in episodes if not t.failed])),
         **{
             f"response_tokens_{name}": float(lengths[chosen].mean())
             for name, chosen in (("right", known & right), ("wrong", known & ~right))
@@ -272,20 +274,26 @@ def describe(trajectories: Sequence[Trajectory], version: int) -> dict[str, Any]
         },
         "response_tokens_mean": float(lengths.mean()),
         "response_tokens_max": int(lengths.max()),
-        "truncated_share": float(np.mean([t.truncated for t in trajectories])),
-        "staleness_mean": sum(k * count for k, count in staleness.items()) / len(trajectories),
+        "truncated_share": float(np.mean([t.truncated for t in episodes])),
+        "staleness_mean": sum(k * count for k, count in staleness.items()) / len(episodes),
         "staleness_max": max(staleness),
         "staleness_histogram": {str(k): staleness[k] for k in sorted(staleness)},
         "token_staleness_histogram": {str(k): int(n) for k, n in enumerate(np.bincount(version - trained)) if n},
         "versions_per_answer_mean": float(np.mean([len(np.unique(t.versions)) for t in trajectories])),
-        "turns_mean": float(np.mean([_answers(t.loss_mask) for t in trajectories])),
+        "turns_mean": sum(_answers(t.loss_mask) for t in trajectories) / len(episodes),
+        "samples_per_episode_mean": len(trajectories) / len(episodes),
         "trained_tokens": len(trained),
     }
 
 
+def each_episode(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+    """Returns one sample of each episode: what is said of the episode as a whole is in all of them."""
+    return list({t.uid: t for t in trajectories}.values())
+
+
 def means_of_terms(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Returns the mean of each term that a group function has added to rewards; it is 0 where it was not returned."""
-    known = [t.terms for t in trajectories if not t.failed]
+    known = [t.terms for t in each_episode(trajectories) if not t.failed]
     names = sorted({name for terms in known for name in terms})
     return {f"reward_{name}_mean": sum(terms.get(name, 0.0) for terms in known) / len(known) for name in names}
 
@@ -298,11 +306,12 @@ def by_environment(trajectories: Sequence[Trajectory], environment_of: Mapping[i
     found = {}
     for name in sorted(set(environment_of.values())):
         own = [t for t in trajectories if environment_of[t.prompt_id] == name]
-        known = [t for t in own if not t.failed]
+        episodes = each_episode(own)
+        known = [t for t in episodes if not t.failed]
         found[f"answer_share/{name}"] = len(own) / len(trajectories)
         if own:
             found[f"response_tokens_mean/{name}"] = float(np.mean([len(t.response) for t in own]))
-            found[f"truncated_share/{name}"] = float(np.mean([t.truncated for t in own]))
+            found[f"truncated_share/{name}"] = float(np.mean([t.truncated for t in episodes]))
         if known:
             found[f"accuracy/{name}"] = float(np.mean([t.correct for t in known]))
             found[f"reward_mean/{name}"] = float(np.mean([t.reward for t in known]))

@@ -29,7 +29,7 @@ from areal_megatron.observe.shown_answers import SHOWN, AnswersWriter, ShownAnsw
 from areal_megatron.observe.status import EngineState
 from areal_megatron.workflows.episode import EpisodeSpec
 from areal_megatron.workflows.sampling import sampling_seed
-from areal_megatron.workflows.scoring import ScoredTranscript
+from areal_megatron.workflows.scoring import ScoredEpisode
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class Evaluation:
         fits = [sampler.of(prompt).fits(len(prompt.tokens)) for prompt in prompts]
         self._asked = [prompt for prompt, fit in zip(prompts, fits, strict=True) if fit]
         self._too_long = [prompt for prompt, fit in zip(prompts, fits, strict=True) if not fit]
-        self._first: dict[int, ScoredTranscript | None] = {prompt.id: None for prompt in evenly(self._asked, SHOWN)}
+        self._first: dict[int, ScoredEpisode | None] = {prompt.id: None for prompt in evenly(self._asked, SHOWN)}
         """The first answers to the prompts that are shown, as far as they are known; by their ids."""
         self._share = config.eval.share
         self._held: Counter[int] = Counter()
@@ -248,19 +248,12 @@ class EvaluationQueue:
             await self._changed.wait()
 
 
-def _answer(prompt: Prompt, ended: ScoredTranscript) -> _Answer:
-    context, score = ended.context, ended.score
-    return _Answer(
-        prompt.id,
-        prompt.source,
-        score.correct,
-        score.truncated,
-        context.length,
-        context.versions[context.loss_mask == 1],
-    )
+def _answer(prompt: Prompt, ended: ScoredEpisode) -> _Answer:
+    score = ended.score
+    return _Answer(prompt.id, prompt.source, score.correct, score.truncated, ended.length, ended.versions)
 
 
-def _shown(prompt: Prompt, first: ScoredTranscript, decode: Callable[[list[int]], str]) -> ShownAnswer:
+def _shown(prompt: Prompt, first: ScoredEpisode, decode: Callable[[list[int]], str]) -> ShownAnswer:
     score = first.score
     return ShownAnswer(
         prompt=prompt.text,

@@ -8,6 +8,7 @@ import logging
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 from msgspec.structs import asdict
@@ -29,8 +30,9 @@ from areal_megatron.process.lateness import within
 from areal_megatron.run.folder import RunError
 from areal_megatron.workflows.episode import EpisodeSpec
 from areal_megatron.workflows.sampling import sampling_seed
-from areal_megatron.workflows.scoring import Score, ScoredTranscript
+from areal_megatron.workflows.scoring import Score, ScoredEpisode
 from areal_megatron.workflows.single_turn import AnswersInterrupted
+from areal_megatron.workflows.transcript import Transcript
 
 log = logging.getLogger(__name__)
 _INTERRUPT_S = 10.0
@@ -43,7 +45,7 @@ _FEWEST_SCORED = 2
 
 
 class Generation:
-    """Owns the cursor, the requests in flight and the trajectories of finished groups."""
+    """Owns the cursor, the requests in flight and the samples of finished groups."""
 
     def __init__(
         self,
@@ -98,7 +100,7 @@ class Generation:
     def restore(self, state: ControllerState) -> None:
         """Continues from what `save` returned, with this config's batch, group and bound."""
         n, saved = self._config.rollout.group_size, state.schedule
-        finished = [group for group in saved.finished if len(state.trajectories[group.number]) == n]
+        finished = [group for group in saved.finished if len({t.uid for t in state.trajectories[group.number]}) == n]
         interrupted = [group for group in saved.interrupted if self._is_resumable(group, state.resumable)]
         kept = {group.number for group in (*finished, *interrupted)}
         lost = [group for group in (*saved.finished, *saved.interrupted) if group.number not in kept]
@@ -250,15 +252,16 @@ class Generation:
         elif self._count(prompt, sampled, known):
             self._schedule.filter(group)
         else:
-            self._trajectories[group.number] = [_trajectory(group, k, n, ended) for k, ended in enumerate(sampled)]
+            numbered = enumerate(sampled, group.number * n)
+            self._trajectories[group.number] = [*chain(*(_samples(group, uid, ended) for uid, ended in numbered))]
             self._schedule.finish(group)
         self._changed.notify()
 
-    def _count(self, prompt: Prompt, sampled: list[ScoredTranscript], known: list[Score]) -> bool:
+    def _count(self, prompt: Prompt, sampled: list[ScoredEpisode], known: list[Score]) -> bool:
         """Counts a group, with the scores that are known. Returns whether to filter it."""
-        trained = any(ended.score.trained and ended.context.answers for ended in sampled)
+        trained = any(ended.score.trained and ended.answers for ended in sampled)
         useless = self._difficulty.filters(prompt, known, self._schedule.version) or not trained
-        self._sampled.add(known, sum(len(ended.tokens) for ended in sampled), useless)
+        self._sampled.add(known, sum(ended.length for ended in sampled), useless)
         return useless
 
 
@@ -267,11 +270,14 @@ def _described(interrupted: dict[int, InterruptedGroup]) -> str:
     return f"{sum(len(answer.tokens) for answer in answers)} tokens of {len(answers)} answers that were interrupted"
 
 
-def _trajectory(group: Group, k: int, n: int, ended: ScoredTranscript) -> Trajectory:
-    """The k-th of the n trajectories of the group."""
-    context, score = ended.context, ended.score
+def _samples(group: Group, uid: int, ended: ScoredEpisode) -> list[Trajectory]:
+    return [_sample(group, uid, number, context, ended.score) for number, context in enumerate(ended.samples)]
+
+
+def _sample(group: Group, uid: int, number: int, context: Transcript, score: Score) -> Trajectory:
     return Trajectory(
-        uid=group.number * n + k,
+        uid=uid,
+        sample=number,
         epoch=group.epoch,
         prompt_id=group.prompt_id,
         admission_version=group.admission_version,

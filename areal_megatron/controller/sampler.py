@@ -13,7 +13,7 @@ from areal_megatron.engine.client import Completion, EngineClient, EngineError
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.workflows.episode import EpisodeSpec
 from areal_megatron.workflows.sampling import Decoding, Sampling, cache_salt
-from areal_megatron.workflows.scoring import ScoredTranscript
+from areal_megatron.workflows.scoring import ScoredEpisode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,10 +41,10 @@ class Sampler:
         n: int = 1,
         interrupted: Sequence[Completion] = (),
         may_interrupt: Callable[[], bool] = lambda: False,
-    ) -> list[ScoredTranscript] | None:
-        """Returns n scored trajectories; None if the engine was lost meanwhile, or if episodes were interrupted.
+    ) -> list[ScoredEpisode] | None:
+        """Returns n scored episodes; None if the engine was lost meanwhile, or if episodes were interrupted.
 
-        Releases the trajectories for which the caller has occupied the engine. Answers that are `interrupted` are
+        Releases the answers for which the caller has occupied the engine. Answers that are `interrupted` are
         resumed. Raises EngineError if a request fails for the last time, and AnswersInterrupted.
         """
         client, prompt, trained = engine.client, spec.prompt, spec.purpose == "train"
@@ -68,7 +68,7 @@ class Sampler:
             if end and trained:
                 self.timeline.event("reward", end, time.time_ns(), prompt=prompt.id)
             elif not end and ended is not None:
-                sampled(sum(len(one.tokens) for one in ended))
+                sampled(sum(one.length for one in ended))
             return ended
         except EngineError as e:
             if await self.is_lost(engine, client, e):
@@ -78,8 +78,6 @@ class Sampler:
             if not end:
                 engine.release(n)
 
-    async def with_terms(self, prompt: Prompt, group: Sequence[ScoredTranscript]) -> list[ScoredTranscript]:
-        """Returns the trajectories of a group with the terms of reward.group_function in their rewards."""
-        contexts, scores = [one.context for one in group], [one.score for one in group]
-        scores = await self.of(prompt).scorer.with_terms(prompt, contexts, scores)
-        return [replace(one, score=score) for one, score in zip(group, scores, strict=True)]
+    async def with_terms(self, prompt: Prompt, group: Sequence[ScoredEpisode]) -> list[ScoredEpisode]:
+        """Returns the episodes of a group with the terms of reward.group_function in their rewards."""
+        return await self.of(prompt).scorer.with_terms(prompt, group)

@@ -112,15 +112,15 @@ def dumped(folder: Path) -> dict[int, Path]:
 def recorded(folder: Path, first: int, batch_size: int) -> list[Path]:
     """Returns the files of the batches from number `first` on, in order.
 
-    Raises ConfigError if one in between is missing, or if the first does not hold `batch_size` trajectories.
+    Raises ConfigError if one in between is missing, or if the first does not hold `batch_size` episodes.
     """
     found = {number: path for number, path in dumped(folder).items() if number >= first}
     for number in range(first, max(found, default=first) + 1):
         if number not in found:
             hint = "; begin after it with resume=CHECKPOINT" if found else ""
             raise ConfigError(f"data.train: {folder} lacks batch {number}{hint}")
-    if (size := len(read(found[first]).trajectories)) != batch_size:
-        raise ConfigError(f"batch_size: {batch_size}, but batches of {folder} have {size} trajectories: set it to that")
+    if (size := len({t.uid for t in read(found[first]).trajectories})) != batch_size:
+        raise ConfigError(f"batch_size: {batch_size}, but batches of {folder} have {size} episodes: set it to that")
     return list(found.values())
 
 

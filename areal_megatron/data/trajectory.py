@@ -1,4 +1,4 @@
-"""Trajectories, the parts of a batch that data-parallel replicas train on, and their encoding.
+"""Trained samples, the parts of a batch that data-parallel replicas train on, and their encoding.
 
 Needs numpy and msgspec only, no torch.
 """
@@ -18,10 +18,15 @@ from areal_megatron.process.files import write_atomically
 
 
 class Trajectory(msgspec.Struct, kw_only=True):
-    """One sampled answer, with P prompt tokens and R response tokens."""
+    """One trained sample of an episode, with P prompt tokens and R response tokens; a single turn has one, an answer.
+
+    The others of an episode begin with other prompts: where a chat template rewrites what was said before, for one.
+    """
 
     uid: int
-    """Admission number of this trajectory, unique in the run."""
+    """Admission number of the episode, unique in the run."""
+    sample: int = 0
+    """Number of this sample in its episode, in the order in which they begin."""
     epoch: int
     prompt_id: int
     """Row of the data set, from 0; (epoch, prompt_id) identifies the group."""
@@ -39,6 +44,10 @@ class Trajectory(msgspec.Struct, kw_only=True):
     asked: int | None = None
     """`checksum` of the tokens that the engine was sent for its first token; None if no engine was asked."""
     reward: float
+    """That of the episode."""
+    returns: list[tuple[int, float]] = []
+    """(trained tokens, return) of each of its answers, where answers have rewards of their own; empty: each has the
+    return `reward`."""
     truncated: bool
     """Whether the answer was cut at rollout.max_new_tokens."""
     correct: bool = False
@@ -54,6 +63,11 @@ class Trajectory(msgspec.Struct, kw_only=True):
     @property
     def length(self) -> int:
         return len(self.prompt) + len(self.response)
+
+    @property
+    def answers(self) -> list[tuple[int, float]]:
+        """(trained tokens, return) of its answers; of all together, if all have the same return."""
+        return self.returns or [(int(self.loss_mask.sum()), self.reward)]
 
 
 def checksum(tokens: Sequence[int] | np.ndarray) -> int:
@@ -88,6 +102,10 @@ class BatchPart(msgspec.Struct, kw_only=True):
     """The number of groups in the whole batch."""
     group_of: list[int]
     """The group of each trajectory, numbered from 0 in the whole batch; its other answers may be in other parts."""
+    episodes: int
+    """The number of episodes in the whole batch."""
+    episode_of: list[int]
+    """The episode of each trajectory, numbered likewise."""
     probe: list[Excerpt] = []
     """What this replica scores under the version before it is trained."""
     probe_tokens: int = 0

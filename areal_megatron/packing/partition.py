@@ -50,6 +50,8 @@ def split(
     prefixes = Prefixes.of(trajectories, costs, flops) if share_prompts else Prefixes.none(len(trajectories))
     numbers: dict[tuple[int, int], int] = {}
     group_of = [numbers.setdefault((t.epoch, t.prompt_id), len(numbers)) for t in trajectories]
+    episodes: dict[int, int] = {}
+    episode_of = [episodes.setdefault(t.uid, len(episodes)) for t in trajectories]
     parts = []
     for plan in partition(lengths, replicas, minibatches, cap, seed, costs, multiple, group_of, prefixes):
         mine = [index for minibatch in plan for microbatch in minibatch for index in microbatch]
@@ -67,6 +69,8 @@ def split(
                 ],
                 groups=len(numbers),
                 group_of=[group_of[index] for index in mine],
+                episodes=len(episodes),
+                episode_of=[episode_of[index] for index in mine],
             )
         )
     return parts

@@ -1,8 +1,8 @@
-"""Advantages without a critic: how far a trajectory's reward is above a baseline. For those with one, see critic.py.
+"""Advantages without a critic: how far the return of an answer is above a baseline. For those with one, see critic.py.
 
-With γ = λ = 1 and the reward on the last token, every token of a trajectory has the same advantage. A batch, and even a
-group, may be spread over replicas: `reduce` sums a float64 tensor over all of them. Trajectories without trained tokens
-are ignored.
+Every token of an answer has the same advantage. An episode of several answers counts once in means over a group or over
+episodes, however many it has: each counts for its share. A batch, a group, and even an episode may be spread over
+replicas: `reduce` sums a float64 tensor over all of them. Answers without trained tokens are ignored.
 """
 
 from __future__ import annotations
@@ -23,16 +23,23 @@ Reduce = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Rewards:
-    """The rewards of a replica's n trajectories, and what advantages need beside them."""
+    """The returns of a replica's n answers, and what advantages need beside them.
+
+    The answers of one trajectory count as one where they have the same return.
+    """
 
     values: Tensor
-    """float64 [n]: the reward of each trajectory."""
+    """float64 [n]: the return of each answer; the reward of its episode, where the answers have none of their own."""
     trained: Tensor
     """int64 [n]: the number of its trained tokens."""
     group: Tensor
     """int64 [n]: the number of its group, from 0."""
     groups: int
     """The number of groups in the whole batch."""
+    episode: Tensor
+    """int64 [n]: the number of its episode, from 0."""
+    episodes: int
+    """The number of episodes in the whole batch."""
 
 
 def batch_tokens(rewards: Rewards, reduce: Reduce) -> Tensor:
@@ -41,12 +48,12 @@ def batch_tokens(rewards: Rewards, reduce: Reduce) -> Tensor:
 
 
 def batch_sequences(rewards: Rewards, reduce: Reduce) -> Tensor:
-    """(r − mean) / (deviation + ε) over the batch, each trajectory counting once."""
-    return normalised(rewards.values, _counted(rewards), reduce)
+    """(r − mean) / (deviation + ε) over the batch, each episode counting once."""
+    return normalised(rewards.values, _shares(rewards, reduce), reduce)
 
 
 def group(rewards: Rewards, reduce: Reduce) -> Tensor:
-    """(r − mean) / (deviation + ε) of the group's answers (GRPO, arXiv 2402.03300, Section 4.1.2)."""
+    """(r − mean) / (deviation + ε) of the group's episodes (GRPO, arXiv 2402.03300, Section 4.1.2)."""
     spread = _of_groups(rewards, reduce)
     return spread.away / (spread.deviation[rewards.group] + EPSILON)
 
@@ -57,15 +64,17 @@ def group_normalised_then_batch(rewards: Rewards, reduce: Reduce) -> Tensor:
 
 
 def group_mean(rewards: Rewards, reduce: Reduce) -> Tensor:
-    """r − mean of the group's answers (Dr. GRPO, arXiv 2503.20783, Section 3.2)."""
+    """r − mean of the group's episodes (Dr. GRPO, arXiv 2503.20783, Section 3.2)."""
     return _of_groups(rewards, reduce).away
 
 
 def leave_one_out(rewards: Rewards, reduce: Reduce) -> Tensor:
-    """r − mean of the group's other answers (RLOO, arXiv 2402.14740, Equation 8); 0 without others."""
-    spread = _of_groups(rewards, reduce)
-    count = spread.count[rewards.group]
-    return spread.away * count / (count - 1).clamp(min=1)
+    """r − mean of the group's other episodes (RLOO, arXiv 2402.14740, Equation 8); 0 without others."""
+    in_group = _of_groups(rewards, reduce)
+    in_episode = spread_of(rewards.values, _counted(rewards), reduce, rewards.episode, rewards.episodes)
+    count = in_group.count.round()[rewards.group]
+    found = in_episode.away + (in_group.away - in_episode.away) * count / (count - 1).clamp(min=1)
+    return found.masked_fill(count < 2, 0)
 
 
 def group_then_batch(rewards: Rewards, reduce: Reduce) -> Tensor:
@@ -76,7 +85,7 @@ def group_then_batch(rewards: Rewards, reduce: Reduce) -> Tensor:
 def over_tokens(advantages: Tensor, trained: Tensor, reduce: Reduce, largest: Reduce) -> dict[str, float]:
     """Returns metrics over the trained tokens of all replicas: mean, deviation, minimum and maximum of the advantage.
 
-    advantages: float64 [n], of a replica's trajectories; trained: int64 [n], their trained tokens. `largest` reduces to
+    advantages: float64 [n], of a replica's answers; trained: int64 [n], their trained tokens. `largest` reduces to
     the maximum where `reduce` sums. Returns {} if there are no trained tokens.
     """
     spread = spread_of(advantages, trained.double(), reduce)
@@ -97,6 +106,13 @@ def _counted(rewards: Rewards) -> Tensor:
     return (rewards.trained > 0).double()
 
 
+def _shares(rewards: Rewards, reduce: Reduce) -> Tensor:
+    """Returns float64 [n]: what each answer counts, so that every episode with trained tokens counts 1."""
+    counted = _counted(rewards)
+    answers = reduce(torch.zeros(rewards.episodes, dtype=torch.float64).index_add(0, rewards.episode, counted))
+    return counted / answers.clamp(min=1)[rewards.episode]
+
+
 def normalised(values: Tensor, weights: Tensor, reduce: Reduce) -> Tensor:
     """(value − mean) / (deviation + ε), float64 [n], with the weighted mean and deviation over all replicas."""
     spread = spread_of(values, weights, reduce)
@@ -104,7 +120,7 @@ def normalised(values: Tensor, weights: Tensor, reduce: Reduce) -> Tensor:
 
 
 def _of_groups(rewards: Rewards, reduce: Reduce) -> Spread:
-    return spread_of(rewards.values, _counted(rewards), reduce, rewards.group, rewards.groups)
+    return spread_of(rewards.values, _shares(rewards, reduce), reduce, rewards.group, rewards.groups)
 
 
 @dataclass(frozen=True)

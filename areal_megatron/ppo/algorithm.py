@@ -22,12 +22,12 @@ class Algorithm:
     advantages: Callable[[Rewards, Reduce], Tensor]
     loss: Callable[[Tokens, Bounds], Tensor]
     mean: str
-    """`tokens`: the mean over trained tokens; `sequences`: over sequences of the mean over each one's tokens;
-    `longest`: over sequences of the sum over each one's tokens, divided by rollout.max_new_tokens."""
+    """`tokens`: the mean over trained tokens; `episodes`: over episodes of the mean over each one's tokens;
+    `longest`: over episodes of the sum over each one's tokens, divided by rollout.max_new_tokens."""
     whole: bool = False
     """Whether a sequence has one ratio and one weight, see loss.Bounds."""
     critic: Callable[[Tensor], Tensor] | None = None
-    """Trained tokens of a sequence → weight of each of them in the mean and deviation of a critic's advantages. None if
+    """Trained tokens of an episode → weight of each of them in the mean and deviation of a critic's advantages. None if
     the baseline is the rest of the group, which leaves no place for a critic."""
 
 
@@ -35,24 +35,25 @@ ALGORITHMS = {
     "ppo": Algorithm(advantage.batch_tokens, loss.clipped, "tokens", critic=torch.ones_like),
     "ppo_sequence": Algorithm(advantage.batch_sequences, loss.clipped, "tokens", critic=torch.reciprocal),
     "boba_grpo": Algorithm(advantage.group_normalised_then_batch, loss.clipped, "tokens"),
-    "grpo": Algorithm(advantage.group, loss.clipped, "sequences"),
+    "grpo": Algorithm(advantage.group, loss.clipped, "episodes"),
     "dr_grpo": Algorithm(advantage.group_mean, loss.clipped, "longest"),
     "dapo": Algorithm(advantage.group, loss.clipped, "tokens"),
     "rloo": Algorithm(advantage.leave_one_out, loss.clipped, "tokens"),
     "reinforce++": Algorithm(advantage.group_then_batch, loss.clipped, "tokens"),
-    "gspo": Algorithm(advantage.group, loss.clipped, "sequences", whole=True),
+    "gspo": Algorithm(advantage.group, loss.clipped, "episodes", whole=True),
     "cispo": Algorithm(advantage.group, loss.weighted, "tokens"),
-    "sapo": Algorithm(advantage.group, loss.gated, "sequences"),
+    "sapo": Algorithm(advantage.group, loss.gated, "episodes"),
 }
 
 
-def token_weights(mean: str, lengths: Tensor, tokens: int, sequences: int, longest: int) -> Tensor:
+def token_weights(mean: str, lengths: Tensor, tokens: float, episodes: float, longest: int) -> Tensor:
     """Returns the weight of a token of each sequence in the mean over the mini-batch's tokens, float32 [n].
 
-    mean: an `Algorithm.mean`; lengths [n]: the trained tokens of each sequence; tokens, sequences: the trained tokens,
-    and sequences with any, of the mini-batch on all replicas; longest: rollout.max_new_tokens.
+    It does not depend on how an episode is divided into sequences. mean: an `Algorithm.mean`; lengths [n]: the trained
+    tokens of the whole episode of each sequence; tokens, episodes: those of the mini-batch on all replicas, an episode
+    with a part of its trained tokens there counting as that part; longest: rollout.max_new_tokens.
     """
     if mean == "tokens":
         return torch.ones(len(lengths))
-    per = {"sequences": lengths.clamp(min=1), "longest": torch.tensor(longest)}[mean]
-    return (tokens / max(sequences, 1) / per).float().expand(len(lengths))
+    per = {"episodes": lengths.clamp(min=1), "longest": torch.tensor(longest)}[mean]
+    return (tokens / (episodes or 1) / per).float().expand(len(lengths))

@@ -44,6 +44,9 @@ class Batch:
     version: int
     applied: bool
     uids: list[int]
+    """The episode of each trajectory."""
+    samples: list[int]
+    """Which of its samples each one is."""
     admitted: list[int]
     """The admission version of each trajectory."""
     prompts: list[Prompt]
@@ -53,7 +56,7 @@ class Batch:
     group_size: int
     """The n of the incarnation that trained it."""
     other_prompt: list[int]
-    """Uids of trajectories that were trained after another prompt than they were sampled from."""
+    """Episodes with a sample that was trained after another prompt than it was sampled from."""
 
 
 def audit(run: Run) -> list[str]:
@@ -90,6 +93,7 @@ def surviving(run: Run, config: Config) -> tuple[list[Batch], list[str]]:
                     parts[0].version,
                     parts[0].applied,
                     [uid for part in parts for uid in part.uids],
+                    [sample for part in parts for sample in part.samples],
                     [version for part in parts for version in part.admission_versions],
                     [prompt for part in parts for prompt in part.prompts],
                     parts[0].max_staleness,
@@ -121,31 +125,42 @@ def check_versions(starts: list[IncarnationStart], batches: list[Batch]) -> list
 
 
 def check_trajectories(batches: list[Batch]) -> list[str]:
-    """Checks that no trajectory comes twice, is too stale or was sampled from another prompt than it was trained after,
-    and that a prompt's answers are all in one batch."""
+    """Checks that no sample comes twice, is too stale or was sampled from another prompt than it was trained after,
+    and that all episodes of a prompt are in one batch, each with all its samples."""
     faults = [
-        f"trajectory {uid} was trained {count} times"
-        for uid, count in Counter(uid for batch in batches for uid in batch.uids).items()
+        f"sample {sample} of episode {uid} was trained {count} times"
+        for (uid, sample), count in Counter(one for b in batches for one in zip(b.uids, b.samples, strict=True)).items()
         if count > 1
     ]
     seen: dict[Prompt, int] = {}
     for batch in batches:
-        for prompt, count in Counter(batch.prompts).items():
+        faults += _incomplete(batch)
+        for prompt, count in Counter(prompt for prompt, _ in {*zip(batch.prompts, batch.uids, strict=True)}).items():
             if count != batch.group_size:
                 faults.append(
-                    f"{_name(prompt)}: {count} answers in batch {batch.number}, a group has {batch.group_size}"
+                    f"{_name(prompt)}: {count} episodes in batch {batch.number}, a group has {batch.group_size}"
                 )
             if seen.setdefault(prompt, batch.number) != batch.number:
                 faults.append(f"{_name(prompt)} was trained in batch {seen[prompt]} and in batch {batch.number}")
         for uid, admitted in zip(batch.uids, batch.admitted, strict=True):
             if not 0 <= batch.version - admitted <= batch.max_staleness:
-                faults.append(
-                    f"trajectory {uid}, admitted at version {admitted}, was trained by version {batch.version}"
-                )
+                faults.append(f"episode {uid}, admitted at version {admitted}, was trained by version {batch.version}")
         faults += [
-            f"trajectory {uid} was trained after another prompt than it was sampled from" for uid in batch.other_prompt
+            f"episode {uid} was trained after another prompt than it was sampled from" for uid in batch.other_prompt
         ]
     return faults
+
+
+def _incomplete(batch: Batch) -> list[str]:
+    """A fault for each episode of which there are not all samples, from 0 to its last."""
+    found: dict[int, set[int]] = {}
+    for uid, sample in zip(batch.uids, batch.samples, strict=True):
+        found.setdefault(uid, set()).add(sample)
+    return [
+        f"episode {uid}: sample {min({*range(max(own))} - own)} is missing in batch {batch.number}"
+        for uid, own in found.items()
+        if len(own) <= max(own)
+    ]
 
 
 def check_dispositions(config: Config, checkpoint: SavedCheckpoint, batches: list[Batch]) -> list[str]:
@@ -235,6 +250,7 @@ class _Part(msgspec.Struct):
     version: int
     applied: bool
     uids: list[int]
+    samples: list[int]
     admission_versions: list[int]
     prompts: list[Prompt]
     max_staleness: int
@@ -246,12 +262,13 @@ class _Part(msgspec.Struct):
     """Likewise of the prompt that it was trained with."""
 
     def __post_init__(self) -> None:
-        if len({*map(len, (self.uids, self.admission_versions, self.sampled_from, self.trained_from))}) > 1:
+        columns = (self.uids, self.samples, self.admission_versions, self.prompts, self.sampled_from, self.trained_from)
+        if len({*map(len, columns)}) > 1:
             raise ValueError("lists of different lengths")
 
     @property
     def trained_after_another_prompt(self) -> list[int]:
-        """The uids of trajectories that were trained with another prompt than the sampler had."""
+        """The episodes of trajectories that were trained with another prompt than the sampler had."""
         checksums = zip(self.uids, self.sampled_from, self.trained_from, strict=True)
         return [uid for uid, sampled, trained in checksums if sampled is not None and sampled != trained]
 

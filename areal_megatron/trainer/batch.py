@@ -190,7 +190,7 @@ def _microbatch(
 
 def pack_trajectories(
     trajectories: Sequence[Trajectory],
-    advantages: Sequence[float],
+    advantages: Sequence[float | np.ndarray],
     weights: Sequence[float],
     version: int,
     kv_policy: str,
@@ -198,7 +198,8 @@ def pack_trajectories(
     routing: Routing | None = None,
     bundles: Sequence[int] = (),
 ) -> PPOMicroBatch:
-    """Packs trajectories into one micro-batch, with the advantage and the weight of each one's tokens.
+    """Packs trajectories into one micro-batch, with the advantages (one for all of its trained tokens, or one for each)
+    and the weight of each one's tokens.
 
     `version` is the one that is trained. `proximal` stays None, `kept` is True everywhere. Routes are replayed if
     `routing` is given. `bundles` holds the sizes of consecutive groups of trajectories with a common prompt. The row
@@ -215,13 +216,14 @@ def pack_trajectories(
     )
     lengths = np.array([len(t.response) for t in trajectories], dtype=np.int64)
     sequences = np.repeat(np.arange(len(trajectories)), lengths)[trained]
+    counts = np.bincount(sequences, minlength=len(trajectories))
     staleness = version - _joined([t.versions for t in trajectories], np.int32)[trained]
     fresh = staleness == 0
     if kv_policy == "keep":  # tokens after an update attend to keys and values of older versions
         fresh &= np.array([t.admission_version == version for t in trajectories], dtype=np.bool_)[sequences]
     columns = {
         "behaviour": _joined([t.logprobs for t in trajectories], np.float32)[trained],
-        "advantages": np.array(advantages, dtype=np.float32)[sequences],
+        "advantages": _joined([np.broadcast_to(a, n) for a, n in zip(advantages, counts, strict=True)], np.float32),
         "weights": np.array(weights, dtype=np.float32)[sequences],
         "sequences": sequences,
         "staleness": staleness.astype(np.float32),

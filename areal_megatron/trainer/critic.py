@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from areal_megatron.checkpoint import hf
 from areal_megatron.config import Config
-from areal_megatron.data.trajectory import BatchPart
+from areal_megatron.data.trajectory import BatchPart, Trajectory
 from areal_megatron.models.architecture import read_config
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.ppo.advantage import normalised, over_tokens
@@ -55,10 +55,11 @@ class Critic:
         optimizer = replace(config.optimizer, lr=settings.lr)
         self.learner = Learner(chunks, ModelOptimizer(optimizer, chunks, config.updates * config.ppo.minibatches))
 
-    def assess(self, part: BatchPart, minibatches: list[list[PPOMicroBatch]]) -> dict[str, float]:
+    def assess(self, part: BatchPart, minibatches: list[list[PPOMicroBatch]], in_episode: Tensor) -> dict[str, float]:
         """Sets values, returns and advantages (normalised over the batch) of the micro-batches, on the last stage.
 
-        Returns the metrics that describe them. Collective.
+        in_episode: [n], the trained tokens of the whole episode of each trajectory. Returns the metrics that describe
+        them. Collective.
         """
         microbatches = list(chain(*minibatches))
         work = [(sampled.microbatch, partial(_values, microbatch=sampled.microbatch)) for sampled in microbatches]
@@ -67,11 +68,11 @@ class Critic:
         known = microbatches if self._parallel.is_last_stage else []
         raw, weights = ([torch.zeros(0, dtype=torch.float64, device=self._parallel.device)] for _ in range(2))
         for sampled, own, members in zip(known, values, chain(*part.members), strict=False):
-            rewards = to_device(np.array([part.trajectories[i].reward for i in members], np.float64), own.device)
-            per_token = at_the_end(rewards, sampled.sequences)
+            rewards, answer_of = _rewards([part.trajectories[i] for i in members])
+            per_token = at_the_end(to_device(rewards, own.device), to_device(answer_of, own.device))
             advantages = gae(per_token, own, sampled.sequences, self._gamma, self._lambda)
             sampled.values, sampled.returns = own, (advantages + own).float()
-            lengths = torch.zeros_like(rewards).index_add(0, sampled.sequences, torch.ones_like(advantages))
+            lengths = to_device(in_episode[members].numpy(), own.device)
             raw.append(advantages)
             weights.append(self._weigh(lengths[sampled.sequences]))
         # The host waits once a batch: replicas add up their moments there.
@@ -130,6 +131,19 @@ class Critic:
             values, returns = both.cpu().double()
         explained = explained_variance(values, returns, sum_over_replicas)
         return metrics if explained is None else metrics | {"explained_variance": explained}
+
+
+def _rewards(trajectories: Sequence[Trajectory]) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the reward of each answer, float64 [n], and the number of each trained token's answer, int64 [N].
+
+    From an answer to the end of its trajectory the rewards add up to its return.
+    """
+    rewards: list[float] = []
+    for t in trajectories:
+        returns = [value for _, value in t.answers]
+        rewards += (value - after for value, after in zip(returns, [*returns[1:], 0.0], strict=True))
+    lengths = [tokens for t in trajectories for tokens, _ in t.answers]
+    return np.array(rewards, np.float64), np.repeat(np.arange(len(rewards)), lengths)
 
 
 def _values(values: Tensor, microbatch: MicroBatch) -> Tensor:

@@ -70,6 +70,24 @@ class BatchResult:
     trained, at temperature 1."""
 
 
+@dataclass(frozen=True)
+class Weighed:
+    """What the weights of a replica's n trajectories in a loss depend on; float64 [n] each."""
+
+    trained: Tensor
+    """Their trained tokens."""
+    in_episode: Tensor
+    """The trained tokens of the whole episode of each, whose other samples may be another replica's."""
+
+    @classmethod
+    def of(cls, part: BatchPart, parallel: Parallel) -> Weighed:
+        """Counts the tokens. Collective."""
+        trained = torch.tensor([t.loss_mask.sum() for t in part.trajectories], dtype=torch.float64)
+        episodes = torch.tensor(part.episode_of)
+        sums = torch.zeros(part.episodes, dtype=torch.float64).index_add(0, episodes, trained)
+        return cls(trained, parallel.sum_over_replicas(sums)[episodes])
+
+
 class PPO:
     """Trains the policy on batches of trajectories; all ranks of the pool call the same methods."""
 
@@ -126,8 +144,7 @@ class PPO:
 
         They are in the order of the micro-batches; [0] on other stages than the last. Nothing is trained.
         """
-        trained = torch.tensor([int(t.loss_mask.sum()) for t in part.trajectories])
-        minibatches, _ = self._microbatches(part, trained, [0.0] * len(trained))
+        minibatches, _ = self._microbatches(part, Weighed.of(part, self._parallel), [0.0] * len(part.trajectories))
         found = self._logprobs("logprobs", list(chain(*minibatches)))
         return torch.cat([torch.zeros(0, device=self._parallel.device), *found])
 
@@ -159,28 +176,31 @@ class PPO:
 
         A critic's advantages are known on the last stage only.
         """
-        trained = torch.tensor([int(t.loss_mask.sum()) for t in part.trajectories])
+        weighed = Weighed.of(part, self._parallel)
         if self._critic:
-            minibatches, teaching = self._microbatches(part, trained, [0.0] * len(trained))
-            return minibatches, teaching, self._critic.assess(part, minibatches)
-        advantages, parallel = self._advantages(part, trained), self._parallel
-        described = over_tokens(advantages, trained, parallel.sum_over_replicas, parallel.max_over_ranks)
-        return *self._microbatches(part, trained, advantages.tolist()), described
+            minibatches, teaching = self._microbatches(part, weighed, [0.0] * len(part.trajectories))
+            return minibatches, teaching, self._critic.assess(part, minibatches, weighed.in_episode)
+        advantages, described = self._advantages(part)
+        return *self._microbatches(part, weighed, advantages), described
 
     def _microbatches(
-        self, part: BatchPart, trained: Tensor, advantages: list[float]
+        self, part: BatchPart, weighed: Weighed, advantages: Sequence[float | np.ndarray]
     ) -> tuple[list[list[PPOMicroBatch]], list[bool]]:
         """Returns the micro-batches of each mini-batch, and whether there is anything to learn from it."""
         minibatches, teaching = [], []
         for minibatch in part.minibatches:
             members = [i for bundles in minibatch for i in chain(*bundles)]
-            weights, teaches = self._weights(members, trained, advantages)
+            weights, teaches = self._weights(members, weighed, advantages)
             minibatches.append([self._pack(part, bundles, advantages, weights) for bundles in minibatch])
             teaching.append(teaches)
         return minibatches, teaching
 
     def _pack(
-        self, part: BatchPart, bundles: list[list[int]], advantages: list[float], weights: dict[int, float]
+        self,
+        part: BatchPart,
+        bundles: list[list[int]],
+        advantages: Sequence[float | np.ndarray],
+        weights: dict[int, float],
     ) -> PPOMicroBatch:
         members = [*chain(*bundles)]
         return pack_trajectories(
@@ -194,25 +214,36 @@ class PPO:
             bundles=[len(bundle) for bundle in bundles],
         )
 
-    def _advantages(self, part: BatchPart, trained: Tensor) -> Tensor:
-        if not self._config.ppo.rewards:
-            return torch.zeros(len(trained), dtype=torch.float64)
-        values = torch.tensor([t.reward for t in part.trajectories], dtype=torch.float64)
-        rewards = Rewards(values, trained, torch.tensor(part.group_of), part.groups)
-        return self._algorithm.advantages(rewards, self._parallel.sum_over_replicas)
+    def _advantages(self, part: BatchPart) -> tuple[list[np.ndarray], dict[str, float]]:
+        """Returns the advantage of every trained token of each trajectory, and metrics that describe them."""
+        answers = [t.answers for t in part.trajectories]
+        lengths, returns = zip(*chain(*answers), strict=True)
+        counts, trained = torch.tensor([len(own) for own in answers]), torch.tensor(lengths)
+        parallel, advantages = self._parallel, torch.zeros(len(trained), dtype=torch.float64)
+        if self._config.ppo.rewards:
+            group, episode = (torch.tensor(of).repeat_interleave(counts) for of in (part.group_of, part.episode_of))
+            values = torch.tensor(returns, dtype=torch.float64)
+            rewards = Rewards(values, trained, group, part.groups, episode, part.episodes)
+            advantages = self._algorithm.advantages(rewards, parallel.sum_over_replicas)
+        described = over_tokens(advantages, trained, parallel.sum_over_replicas, parallel.max_over_ranks)
+        of_tokens = advantages.repeat_interleave(trained)
+        tokens = torch.stack([own.sum() for own in trained.split(counts.tolist())])
+        return [own.numpy() for own in of_tokens.split(tokens.tolist())], described
 
-    def _weights(self, members: list[int], trained: Tensor, advantages: list[float]) -> tuple[dict[int, float], bool]:
+    def _weights(
+        self, members: list[int], weighed: Weighed, advantages: Sequence[float | np.ndarray]
+    ) -> tuple[dict[int, float], bool]:
         """Returns the weight in the loss of each token of the trajectories `members`, a mini-batch of this replica, and
         whether the loss of the whole mini-batch has a gradient.
 
         It has none without trained tokens, nor, unless there are penalties or a critic, where all advantages are 0.
         """
-        lengths = trained[members]
-        uneven = (lengths > 0) & (torch.tensor(advantages, dtype=torch.float64)[members] != 0)
-        counts = torch.stack([lengths.sum(), (lengths > 0).sum(), uneven.sum()]).double()
-        tokens, sequences, unequal = self._parallel.sum_over_replicas(counts).tolist()
+        own, whole = weighed.trained[members], weighed.in_episode[members]
+        uneven = sum(bool(np.any(advantages[i])) for i in members)
+        counts = torch.stack([own.sum(), (own / whole.clamp(min=1)).sum(), torch.tensor(uneven)]).double()
+        tokens, episodes, unequal = self._parallel.sum_over_replicas(counts).tolist()
         longest = self._config.rollout.max_new_tokens
-        weights = token_weights(self._algorithm.mean, lengths, tokens, sequences, longest)
+        weights = token_weights(self._algorithm.mean, whole, tokens, episodes, longest)
         teaches = tokens > 0 and bool(unequal or self._critic or self._config.ppo.penalty.coefficients)
         return dict(zip(members, weights.tolist(), strict=True)), teaches
 

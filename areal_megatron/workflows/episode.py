@@ -1,4 +1,4 @@
-"""An episode: what a workflow samples one trajectory with, several answers with messages of the environment between."""
+"""An episode: what a workflow samples with, several answers with messages of the environment between."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class EpisodeSpec:
 
 
 class Episode:
-    """Samples one trajectory: answer after answer (`sample`, `say`), or through an agent that speaks the OpenAI API
+    """Samples answer after answer (`sample`, `say`), or through an agent that speaks the OpenAI API
     (`openai`).
 
     Example, a workflow that gives the model a second try:
@@ -108,15 +108,24 @@ class Episode:
         self.discount = 1.0
         """The factor on the score that gives the reward. Whether the answer counts as right does not depend on it."""
         self.context = Transcript(self.prompt.tokens, spec.version)
-        """The trajectory: the transcript of the answer that was sampled last."""
+        """The transcript of the answer that was sampled last, and of what has been said since."""
         self.failure: EngineError | Interrupted | ConfigError | RunError | None = None
         """The error that ends the episode, even if the workflow catches it."""
         self.answers = 0
         """The number of answers sampled, including those that are not part of `context`."""
+        self._ends: list[Transcript] = []
+        """The transcripts that no other extends, each up to its last answer, in the order of these."""
         self._busy = self._turns_taken = 0
         self._scored: tuple[int, Scored] | None = None
         """(`answers` at that time, the score of the last of them)"""
         self._last_event = now()
+
+    @property
+    def samples(self) -> list[Transcript]:
+        """The transcripts with answers that no other one extends; the last one has the last answer."""
+        if self._ends and self.context.extends(self._ends[-1]):
+            return [*self._ends[:-1], self.context]
+        return list(self._ends)
 
     @property
     def text(self) -> str:
@@ -218,6 +227,7 @@ class Episode:
         self.answers += 1
         truncated = completion.finish_reason == "length" and limit == left and not forced
         self.context = context.with_answer(completion, truncated)
+        self._ends = [end for end in self._ends if not self.context.extends(end)] + [self.context]
         return self.context
 
     def with_observation(self, context: Transcript, tokens: list[int]) -> Transcript:

@@ -20,8 +20,9 @@ from areal_megatron.run.folder import RunError
 from areal_megatron.workflows.episode import Episode, EpisodeOver, EpisodeSpec, Interrupted, RunResources
 from areal_megatron.workflows.openai_endpoint import OpenAIEndpoint
 from areal_megatron.workflows.sampling import Sampling
-from areal_megatron.workflows.scoring import ScoredTranscript, Scorer
+from areal_megatron.workflows.scoring import ScoredEpisode, Scorer
 from areal_megatron.workflows.single_turn import SingleTurn
+from areal_megatron.workflows.transcript import trained_once
 from areal_megatron.workflows.workflow import KEY, Workflow, load_workflow
 
 log = logging.getLogger(__name__)
@@ -36,8 +37,8 @@ class EpisodeRunner:
         runner = EpisodeRunner(config, Workflow(multi_turn.run, turns=3), tokenizer, scorer)
         sampling = Sampling(engine_client, config.rollout, tokenizer.stop_tokens, cache_salt=None)
         spec = EpisodeSpec(prompt, version=0, request_id="group-0", seed=1, purpose="train")
-        for trajectory in await runner.sample(sampling, spec, n=8) or ():
-            print(trajectory.tokens, trajectory.score.reward)
+        for episode in await runner.sample(sampling, spec, n=8) or ():
+            print(len(episode.samples), episode.score.reward)
         await runner.close()
     """
 
@@ -50,8 +51,6 @@ class EpisodeRunner:
         self._resources = RunResources(config, tokenizer, scorer, self._endpoint.serve, workflow.turns)
         self.failures = 0
         """The number of episodes whose workflow raised, fell silent or returned no finite number, in all tries."""
-        self.untrained_answers = 0
-        """The number of answers that agents have sampled outside of the trajectories that are trained."""
         self._failed_tries = self._failures_without_answer = 0
         self._answered = False
 
@@ -59,7 +58,6 @@ class EpisodeRunner:
         """Returns what was counted since the controller started, by the names of the metrics."""
         return {
             "workflow_failures": self.failures,
-            "untrained_answers": self.untrained_answers,
             "refused_calls": self._endpoint.refused,
         }
 
@@ -68,9 +66,9 @@ class EpisodeRunner:
 
     async def sample(
         self, sampling: Sampling, spec: EpisodeSpec, n: int, interrupted: Sequence[Completion] = ()
-    ) -> list[ScoredTranscript] | None:
-        """Returns n trajectories, the k-th of an episode with seed + k; None if they were interrupted. There are no
-        answers that were `interrupted`: episodes begin again.
+    ) -> list[ScoredEpisode] | None:
+        """Returns n episodes, the k-th with seed + k; None if they were interrupted. There are no answers that were
+        `interrupted`: episodes begin again.
 
         Raises EngineError if a request fails for the last time, ConfigError if no episode at all gets an answer, and
         what RewardWorkers.judge raises.
@@ -87,7 +85,7 @@ class EpisodeRunner:
             raise
         return [task.result() for task in tasks]
 
-    async def _run(self, sampling: Sampling, spec: EpisodeSpec) -> ScoredTranscript:
+    async def _run(self, sampling: Sampling, spec: EpisodeSpec) -> ScoredEpisode:
         episode = Episode(self._resources, sampling, spec)
         score, problem = await self._tried(episode)
         for number, pause_s in enumerate(pauses(self._config.reward.retry_s), 2):
@@ -102,7 +100,6 @@ class EpisodeRunner:
                 score = (await episode.score()).score
             except RewardFailed as e:
                 problem = str(e)
-        self.untrained_answers += episode.answers - episode.context.answers
         return self._finished(episode, score or 0.0, problem)
 
     async def _tried(self, episode: Episode) -> tuple[float | None, str]:
@@ -117,13 +114,13 @@ class EpisodeRunner:
             problem = f"{type(e).__name__}: {str(e)[:500]}"
         if episode.failure:
             raise episode.failure
-        if not problem and not episode.context.answers:
+        if not problem and not episode.answers:
             problem = "it ended without an answer of the model"
         if not is_score(episode.discount):
             problem, episode.discount = f"its discount is {reprlib.repr(episode.discount)}", 1.0
         if problem:
-            self._tell_failure(episode.prompt, problem, bool(episode.context.answers))
-        self._answered |= episode.context.answers > 0
+            self._tell_failure(episode.prompt, problem, bool(episode.answers))
+        self._answered |= episode.answers > 0
         return score, problem
 
     async def _score_of(self, episode: Episode) -> float | None:
@@ -141,15 +138,16 @@ class EpisodeRunner:
         result = task.result()
         return None if result is None else checked(result)[0]
 
-    def _finished(self, episode: Episode, score: float, problem: str) -> ScoredTranscript:
-        context, forced = episode.context, episode.prompt.response_tokens is not None
-        if not context.segments:  # a trajectory is never empty: it gets one token that is not trained
-            context = context.with_observation(self._tokenizer.stop_tokens[:1])
+    def _finished(self, episode: Episode, score: float, problem: str) -> ScoredEpisode:
+        samples, forced = trained_once(episode.samples), episode.prompt.response_tokens is not None
+        if not samples:  # an episode is never empty: it gets one token that is not trained
+            samples = (episode.context.with_observation(self._tokenizer.stop_tokens[:1]),)
+        context = samples[-1]
         if context.truncated and not self._scorer.scores_truncated:
             score = 0.0
         reward = self._scorer.reward(score * episode.discount, context.length, context.truncated, forced)
         found = replace(reward, correct=score >= 1, score=score)
-        return ScoredTranscript(context, found.failed_by(problem) if problem else found)
+        return ScoredEpisode(samples, found.failed_by(problem) if problem else found)
 
     def _tell_failure(self, prompt: Prompt, problem: str, answered: bool) -> None:
         self._failed_tries += 1

@@ -45,16 +45,32 @@ class Score:
 
 
 @dataclass(frozen=True)
-class ScoredTranscript:
-    """The transcript of a whole trajectory, with at least one token after the prompt, and its score."""
+class ScoredEpisode:
+    """What a whole episode has sampled, and its score."""
 
-    context: Transcript
+    samples: tuple[Transcript, ...]
+    """What is trained, each with at least one token after the prompt; the last one ends with the last answer."""
     score: Score
 
     @property
-    def tokens(self) -> np.ndarray:
-        """int32 [R]"""
-        return self.context.tokens
+    def context(self) -> Transcript:
+        """The transcript of the last answer."""
+        return self.samples[-1]
+
+    @property
+    def answers(self) -> int:
+        """The number of answers that are trained if the score says so."""
+        return sum(sample.answers for sample in self.samples)
+
+    @property
+    def length(self) -> int:
+        """The tokens after the prompts, those of the environment included."""
+        return sum(sample.length for sample in self.samples)
+
+    @property
+    def versions(self) -> np.ndarray:
+        """int32 [tokens that the model sampled]"""
+        return np.concatenate([sample.versions[sample.loss_mask == 1] for sample in self.samples])
 
 
 class Scorer:
@@ -81,32 +97,29 @@ class Scorer:
             for scored, c, cut in zip(judged, completions, truncated, strict=True)
         ]
 
-    async def with_terms(
-        self, prompt: Prompt, transcripts: Sequence[Transcript], scores: Sequence[Score]
-    ) -> list[Score]:
-        """Returns the scores of a group with the terms of reward.group_function in their rewards, if there is one.
+    async def with_terms(self, prompt: Prompt, episodes: Sequence[ScoredEpisode]) -> list[ScoredEpisode]:
+        """Returns the episodes of a group with the terms of reward.group_function in their rewards, if there is one.
 
-        It gets the answers whose rewards are known. If it fails, none is.
+        It gets the last answers, those whose rewards are known. If it fails, none is.
         """
-        known = [k for k, score in enumerate(scores) if not score.failed]
+        known = [k for k, episode in enumerate(episodes) if not episode.score.failed]
         if not self._config.group_function or not known:
-            return list(scores)
-        own = [(transcripts[k], scores[k]) for k in known]
+            return list(episodes)
+        own = [episodes[k] for k in known]
         group = AnswerGroup(
             prompt.text,
             prompt.answer,
-            members=[_member(transcript, score) for transcript, score in own],
-            tokens=[transcript.tokens.tobytes() for transcript, _ in own],
-            versions=[transcript.versions.tobytes() for transcript, _ in own],
+            members=[_member(episode) for episode in own],
+            tokens=[episode.context.tokens.tobytes() for episode in own],
+            versions=[episode.context.versions.tobytes() for episode in own],
             where=prompt.where,
         )
         found = await self.workers.terms(group)
-        changed = list(scores)
+        changed = list(episodes)
         for place, k in enumerate(known):
-            terms = {name: values[place] for name, values in found.terms.items()}
-            changed[k] = replace(scores[k], reward=scores[k].reward + sum(terms.values()), terms=terms)
-            if found.problem:
-                changed[k] = scores[k].failed_by(found.problem)
+            score, terms = episodes[k].score, {name: values[place] for name, values in found.terms.items()}
+            new = replace(score, reward=score.reward + sum(terms.values()), terms=terms)
+            changed[k] = replace(episodes[k], score=score.failed_by(found.problem) if found.problem else new)
         return changed
 
     @property
@@ -139,9 +152,10 @@ class Scorer:
         return found.failed_by(failure) if failure else found
 
 
-def _member(transcript: Transcript, score: Score) -> GroupAnswer:
+def _member(episode: ScoredEpisode) -> GroupAnswer:
+    score = episode.score
     return GroupAnswer(
-        tokens=int(transcript.loss_mask.sum()),
+        tokens=len(episode.versions),
         truncated=score.truncated,
         score=score.score,
         correct=score.correct,

@@ -11,7 +11,7 @@ from areal_megatron.data.prompts import Prompt
 from areal_megatron.engine.client import Completion
 from areal_megatron.workflows.episode import EpisodeSpec
 from areal_megatron.workflows.sampling import INTERRUPTED, GenerationRequest, Sampling, generate
-from areal_megatron.workflows.scoring import ScoredTranscript, Scorer
+from areal_megatron.workflows.scoring import ScoredEpisode, Scorer
 from areal_megatron.workflows.transcript import Transcript
 
 
@@ -30,8 +30,8 @@ class SingleTurn:
 
         sampling = Sampling(engine_client, config.rollout, tokenizer.stop_tokens, cache_salt=None)
         spec = EpisodeSpec(prompt, version=0, request_id="group-0", seed=1, purpose="train")
-        for trajectory in await SingleTurn(scorer).sample(sampling, spec, n=8):
-            print(trajectory.tokens, trajectory.score.reward)
+        for episode in await SingleTurn(scorer).sample(sampling, spec, n=8):
+            print(episode.context.tokens, episode.score.reward)
     """
 
     resumes = True
@@ -48,8 +48,8 @@ class SingleTurn:
 
     async def sample(
         self, sampling: Sampling, spec: EpisodeSpec, n: int, interrupted: Sequence[Completion] = ()
-    ) -> list[ScoredTranscript]:
-        """Returns n trajectories, the k-th sampled with seed + k. Those that are `interrupted` are resumed.
+    ) -> list[ScoredEpisode]:
+        """Returns n episodes of one answer, the k-th sampled with seed + k. Those that are `interrupted` are resumed.
 
         Raises AnswersInterrupted, EngineError if a request fails for the last time, and what Scorer.score raises.
         """
@@ -60,7 +60,7 @@ class SingleTurn:
         scores = await self._scorer.score(spec.prompt, answers)
         transcript = Transcript(spec.prompt.tokens, 0)
         return [
-            ScoredTranscript(transcript.with_answer(answer, score.truncated), score)
+            ScoredEpisode((transcript.with_answer(answer, score.truncated),), score)
             for answer, score in zip(answers, scores, strict=True)
         ]
 

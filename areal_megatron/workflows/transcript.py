@@ -100,6 +100,11 @@ class Transcript:
         sampled = (segment.tokens for segment in reversed(self.segments) if segment.sampled)
         return next(sampled, np.zeros(0, np.int32)).tolist()
 
+    def extends(self, other: Transcript) -> bool:
+        """Returns whether this transcript is `other` with more segments, or none, after its own."""
+        same = self.prompt is other.prompt and len(self.segments) >= len(other.segments)
+        return same and all(one is another for one, another in zip(self.segments, other.segments, strict=False))
+
     def with_answer(self, completion: Completion, truncated: bool) -> Transcript:
         """Returns this transcript with another answer."""
         segment = _Segment(completion.tokens, completion.logprobs, completion.versions, True, completion.routes)
@@ -120,6 +125,18 @@ class Transcript:
             np.array(tokens, np.int32), np.zeros(count, np.float32), np.full(count, version, np.int32), sampled=False
         )
         return replace(self, segments=(*self.segments, segment))
+
+
+def trained_once(transcripts: Sequence[Transcript]) -> tuple[Transcript, ...]:
+    """Returns the transcripts of an episode with each answer trained in the first one that has it: in others it is
+    context, like what the environment says."""
+    seen: set[int] = set()
+    found = []
+    for transcript in transcripts:
+        segments = tuple(replace(s, sampled=False) if id(s) in seen else s for s in transcript.segments)
+        seen |= {id(segment) for segment in transcript.segments}
+        found.append(replace(transcript, segments=segments))
+    return tuple(found)
 
 
 def _joined(arrays: list[np.ndarray], kind: type) -> np.ndarray:

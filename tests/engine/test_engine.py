@@ -336,7 +336,7 @@ def test_trajectories_of_several_turns_are_of_one_distribution(run, reference, i
 
     ended = ask(run, sampled)
     said = tokenizer.responses([between])[0][:-1]
-    assert len({tuple(one.tokens) for one in ended}) == 3
+    assert len({tuple(one.context.tokens) for one in ended}) == 3
     for context in (one.context for one in ended):
         own = context.loss_mask == 1
         assert context.answers == 3 and context.prompt == prompt.tokens
@@ -346,8 +346,7 @@ def test_trajectories_of_several_turns_are_of_one_distribution(run, reference, i
             and context.tokens[-1] in tokenizer.stop_tokens
         )
         assert_sampled_from(reference, context, prompt.tokens, own)
-    expected = {"workflow_failures": 0, "untrained_answers": 3 * (name == "openai"), "refused_calls": 0}
-    assert episodes.account() == expected
+    assert episodes.account() == {"workflow_failures": 0, "refused_calls": 0}
 
 
 def test_a_paused_engine_answers_after_it_resumes(run):

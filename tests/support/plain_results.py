@@ -91,7 +91,9 @@ def plain_logits(model: torch.nn.Module) -> dict[str, Any]:
         return {"rows": packed, "batch": model(batch).logits}
 
 
-def minibatch(algorithm: str = "ppo") -> tuple[list[Trajectory], list[float], list[torch.Tensor], list[torch.Tensor]]:
+def minibatch(
+    algorithm: str = "ppo",
+) -> tuple[list[Trajectory], list[np.ndarray], list[torch.Tensor], list[torch.Tensor]]:
     """Returns the trajectories of a mini-batch, their advantages, proximal and reference log-probabilities."""
     trajectories, random = make_trajectories(9, version=0, seed=2, group=3), np.random.default_rng(3)
     proximals, references = (
@@ -127,9 +129,19 @@ def _compute(config: Config) -> dict[str, Any]:
 
 
 def update_data() -> tuple[list[Trajectory], list[list[int]]]:
-    """Returns groups of trajectories, and the members of the two mini-batches that `split` makes with seed 0."""
+    """Returns groups of trajectories, and the members of the two mini-batches that `split` makes with seed 0.
+
+    Some episodes have several samples, one of them in both mini-batches, and answers with returns of their own.
+    """
     order = [4 * group + answer for group in np.random.default_rng(0).permutation(3).tolist() for answer in range(4)]
-    return make_trajectories(12, 0, seed=4, group=4), [order[:6], order[6:]]
+    trajectories = make_trajectories(12, 0, seed=4, group=4)
+    for group in range(3):
+        first, *others = trajectories[4 * group : 4 * group + 4]
+        for sample, t in enumerate(others[1:2] if group == 0 else others[:2], 1):
+            t.uid, t.sample, t.reward, t.correct = first.uid, sample, first.reward, first.correct
+        last, trained = others[-1], int(others[-1].loss_mask.sum())
+        last.returns = [(trained // 2, last.reward + 1.5), (trained - trained // 2, last.reward)]
+    return trajectories, [order[:6], order[6:]]
 
 
 def _compute_update(config: Config) -> dict[str, Any]:

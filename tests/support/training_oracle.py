@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -35,28 +36,41 @@ def response_logprobs(model: torch.nn.Module, trajectory: Trajectory, temperatur
     return response(model, trajectory, temperature)[0]
 
 
-def advantages(trajectories: list[Trajectory], algorithm: str) -> list[float]:
-    trained = [int(t.loss_mask.sum()) for t in trajectories]
-    rewards = np.array([t.reward for t in trajectories])
+def advantages(trajectories: list[Trajectory], algorithm: str) -> list[np.ndarray]:
+    """Returns the advantages of each trajectory's trained tokens: [n] each. An episode counts once in a group."""
+    answers = [
+        (place, t.prompt_id, t.uid, tokens, value)
+        for place, t in enumerate(trajectories)
+        for tokens, value in t.returns or [(int(t.loss_mask.sum()), t.reward)]
+    ]
+    trained, returns = (np.array([answer[k] for answer in answers]) for k in (3, 4))
+    of_episode = Counter(uid for _, _, uid, tokens, _ in answers if tokens)
+    shares = np.array([1 / of_episode[uid] if tokens else 0.0 for _, _, uid, tokens, _ in answers])
 
     def over_batch(values, weights):
         mean = np.average(values, weights=weights)
         return (values - mean) / (math.sqrt(np.average((values - mean) ** 2, weights=weights)) + 1e-5)
 
-    if algorithm == "ppo":
-        return over_batch(rewards, trained).tolist()
-    if algorithm == "ppo_sequence":
-        return over_batch(rewards, np.minimum(trained, 1)).tolist()
-    found = np.zeros(len(rewards))
-    for prompt in {t.prompt_id for t in trajectories}:
-        own = [i for i, t in enumerate(trajectories) if t.prompt_id == prompt and trained[i]]
-        for i in own:
-            others = [rewards[k] for k in own if k != i]
-            above = rewards[i] - rewards[own].mean()
-            found[i] = {"rloo": rewards[i] - np.mean(others or rewards[i]), "dr_grpo": above, "reinforce++": above}.get(
-                algorithm, above / (rewards[own].std() + 1e-5)
-            )
-    return (over_batch(found, trained) if algorithm in ("reinforce++", "boba_grpo") else found).tolist()
+    def in_group(value, prompt, uid):
+        episodes = {
+            other: [v for _, _, u, tokens, v in answers if u == other and tokens]
+            for _, p, other, tokens, _ in answers
+            if p == prompt and tokens
+        }
+        if algorithm == "rloo":
+            return value - np.mean([np.mean(own) for other, own in episodes.items() if other != uid] or value)
+        mean = np.mean([np.mean(own) for own in episodes.values()])
+        deviation = math.sqrt(np.mean([np.mean((np.array(own) - mean) ** 2) for own in episodes.values()]))
+        return value - mean if algorithm in ("dr_grpo", "reinforce++") else (value - mean) / (deviation + 1e-5)
+
+    if algorithm in ("ppo", "ppo_sequence"):
+        found = over_batch(returns, trained if algorithm == "ppo" else shares)
+    else:
+        found = np.array([in_group(value, prompt, uid) if n else 0.0 for _, prompt, uid, n, value in answers])
+        found = over_batch(found, trained) if algorithm in ("reinforce++", "boba_grpo") else found
+    per_token = np.repeat(found, trained)
+    places = np.repeat([answer[0] for answer in answers], trained)
+    return [per_token[places == place] for place in range(len(trajectories))]
 
 
 @torch.no_grad()
@@ -65,8 +79,8 @@ def metrics(model: torch.nn.Module, trajectories: list[Trajectory], config: Conf
     columns = []
     for t, advantage in zip(trajectories, advantages(trajectories, config.ppo.algorithm), strict=True):
         proximal = response_logprobs(model, t, config.rollout.temperature).double().numpy()
-        same = [np.full(len(t.response), value) for value in (advantage, version - t.versions[0])]
-        columns.append(np.stack([proximal - t.logprobs, *same])[:, t.loss_mask == 1])
+        trained = t.loss_mask == 1
+        columns.append(np.stack([(proximal - t.logprobs)[trained], advantage, version - t.versions[trained]]))
     lag, advantage, staleness = np.concatenate(columns, 1)
     weight, fresh = np.exp(lag), np.abs(lag[staleness == 0])
     found = {
@@ -141,15 +155,30 @@ def assess(valued: Valued, trajectories: list[Trajectory], config: Config) -> tu
     settings, values, returns, raw = config.ppo.critic, [], [], []
     for t in trajectories:
         values.append(valued.values(t))
-        rewards = [0.0] * (len(values[-1]) - 1) + [t.reward] * bool(len(values[-1]))
+        rewards, later = [], 0.0
+        for tokens, value in reversed(t.returns or [(len(values[-1]), t.reward)]):
+            rewards = [0.0] * (tokens - 1) + [value - later] * bool(tokens) + rewards
+            later = value
         raw.append(np.array(gae(rewards, values[-1].tolist(), settings.gamma, settings.gae_lambda)))
         returns.append(torch.from_numpy(raw[-1]) + values[-1])
+    whole = in_episodes(trajectories)
     weights = np.concatenate(
-        [np.full(len(own), 1.0 if config.ppo.algorithm == "ppo" else 1 / max(len(own), 1)) for own in raw]
+        [
+            np.full(len(own), 1.0 if config.ppo.algorithm == "ppo" else 1 / max(whole[t.uid], 1))
+            for t, own in zip(trajectories, raw, strict=True)
+        ]
     )
     mean = np.average(np.concatenate(raw), weights=weights)
     deviation = math.sqrt(np.average((np.concatenate(raw) - mean) ** 2, weights=weights))
     return values, returns, [torch.from_numpy((own - mean) / (deviation + 1e-5)) for own in raw]
+
+
+def in_episodes(trajectories: list[Trajectory]) -> Counter[int]:
+    """Returns the trained tokens of each episode, by its uid."""
+    found = Counter()
+    for t in trajectories:
+        found[t.uid] += int(t.loss_mask.sum())
+    return found
 
 
 def critic_loss(valued: Valued, trajectories, before, returns, config: Config) -> Tensor:
@@ -231,14 +260,24 @@ def kl(current: Tensor, behaviour: Tensor, reference: Tensor, config: Config) ->
 
 
 def ppo_loss(
-    model, trajectories, advantages, proximals, references, config: Config, taken: int = 1, version: int = 0
+    model,
+    trajectories,
+    advantages,
+    proximals,
+    references,
+    config: Config,
+    taken: int = 1,
+    version: int = 0,
+    whole: Counter[int] | None = None,
 ) -> Tensor:
     """Returns the loss of a mini-batch as in the algorithm's paper, after `taken` steps on a batch of that version.
 
-    `proximals`, `references`: the log-probabilities [R] of each trajectory.
+    `proximals`, `references`: the log-probabilities [R] of each trajectory; `whole`: the trained tokens of each
+    episode, by its uid, if some of them are in other mini-batches.
     """
     algorithm, low, high = config.ppo.algorithm, config.ppo.clip_low, config.ppo.clip_high
-    sums, lengths, keep = [], [], within_second_moment(trajectories, proximals, config)
+    whole = whole or in_episodes(trajectories)
+    sums, lengths, episodes, keep = [], [], [], within_second_moment(trajectories, proximals, config)
     penalty, correction = config.ppo.penalty.coefficients, config.ppo.correction
     for t, advantage, proximal, reference, kept, marked in zip(
         trajectories,
@@ -256,6 +295,7 @@ def ppo_loss(
         if config.ppo.objective == "loglinear":
             proximal = interpolated(current, t, config, taken, version)
         current, entropy, reference = current[trained], entropy[trained], reference[trained]
+        advantage = torch.as_tensor(advantage, dtype=current.dtype)
         advantage = advantage - penalty.get("kl_k1", 0) * (current.detach() - reference)
         behaviour = torch.from_numpy(t.logprobs.copy())[trained]
         drift, lag = current - proximal[trained], proximal[trained].double() - behaviour
@@ -277,10 +317,12 @@ def ppo_loss(
             gain = torch.where(advantage > 0, gates[1.0], gates[1.05]) * advantage
         sums.append((costs - weight * gain).sum())
         lengths.append(len(trained))
+        episodes.append(whole[t.uid])
+    parts = sum(length / episode for length, episode in zip(lengths, episodes, strict=True))
     if algorithm in ("grpo", "gspo", "sapo"):
-        return sum(total / length for total, length in zip(sums, lengths, strict=True)) / len(sums)
+        return sum(total / episode for total, episode in zip(sums, episodes, strict=True)) / parts
     if algorithm == "dr_grpo":
-        return sum(sums) / len(sums) / config.rollout.max_new_tokens
+        return sum(sums) / parts / config.rollout.max_new_tokens
     return sum(sums, torch.zeros(())) / max(sum(lengths), 1)
 
 
@@ -353,7 +395,7 @@ class Learner(Adam):
             references = [response_logprobs(self.reference, t, temperature) for t in trajectories]
         for taken, members in enumerate(minibatches):
             chosen = [[items[i] for i in members] for items in (trajectories, values, proximals, references)]
-            self.step(ppo_loss(self.model, *chosen, config, taken))
+            self.step(ppo_loss(self.model, *chosen, config, taken, whole=in_episodes(trajectories)))
 
     def sft_step(self, examples: list[Sample]) -> float:
         losses = []

@@ -106,4 +106,4 @@ def test_an_agent_of_the_sdk_is_one_trajectory(tmp_path):
     assert context.tokens[context.loss_mask == 1].tolist() == sampled, "both answers, and nothing else"
     said = world.tokenizer.decode(context.tokens[context.loss_mask == 0])
     assert "42" in said and ended.score.correct and world.judge.asked == ["right"]
-    assert world.episodes.account() == {"workflow_failures": 0, "untrained_answers": 0, "refused_calls": 0}
+    assert world.episodes.account() == {"workflow_failures": 0, "refused_calls": 0}

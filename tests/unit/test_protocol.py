@@ -51,6 +51,8 @@ PART = BatchPart(
     minibatches=[[[[1]], []], [[[0]]]],
     groups=4,
     group_of=[3, 0],
+    episodes=8,
+    episode_of=[7, 0],
 )
 
 

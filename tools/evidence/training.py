@@ -149,7 +149,13 @@ def batch(case: Case, vocabulary: int) -> BatchPart:
     ]
     bundles = np.arange(count).reshape(case.microbatches, case.sequences, 1).tolist()
     return BatchPart(
-        version=0, trajectories=trajectories, minibatches=[bundles], groups=count, group_of=[*range(count)]
+        version=0,
+        trajectories=trajectories,
+        minibatches=[bundles],
+        groups=count,
+        group_of=[*range(count)],
+        episodes=count,
+        episode_of=[*range(count)],
     )
 
 

@@ -150,6 +150,8 @@ def check_logprobs(subject: Trainer, expected: dict) -> None:
         minibatches=[[[[0], [1], [2]], [[3], [4], [5], [6]]]],
         groups=7,
         group_of=[*range(7)],
+        episodes=7,
+        episode_of=[*range(7)],
     )
     found = expected["logprobs"] if subject.parallel.is_last_stage else torch.zeros(0)
     torch.testing.assert_close(subject.ppo.logprobs(part), found, atol=1e-5, rtol=0)
@@ -169,7 +171,7 @@ class MiniBatch:
 
     subject: Trainer
     trajectories: list[Trajectory]
-    advantages: list[float]
+    advantages: list[np.ndarray]
     proximals: list[torch.Tensor]
     references: list[torch.Tensor]
     shares_prompts: bool = False
@@ -333,7 +335,7 @@ def check_training(subject: Trainer, expected: dict) -> None:
 
 
 def assert_advantages(metrics: dict[str, float], trajectories: list[Trajectory], algorithm: str) -> None:
-    per_token = np.repeat(oracle.advantages(trajectories, algorithm), [int(t.loss_mask.sum()) for t in trajectories])
+    per_token = np.concatenate(oracle.advantages(trajectories, algorithm))
     for name in ("mean", "std", "min", "max"):
         assert abs(metrics[f"advantage_{name}"] - getattr(np, name)(per_token)) < 1e-6
 

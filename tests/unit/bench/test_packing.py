@@ -60,8 +60,24 @@ def test_figures_of_bundles():
     for t, length in zip(trajectories, (4, 5, 6, 5), strict=True):
         t.prompt, t.loss_mask, t.response = np.zeros(11, np.int32), np.ones(length, np.uint8), np.zeros(length)
     halves = [
-        BatchPart(version=0, trajectories=trajectories[:3], minibatches=[[[[0, 1], [2]]]], groups=1, group_of=[0] * 3),
-        BatchPart(version=0, trajectories=trajectories[3:], minibatches=[[[[0]]]], groups=1, group_of=[0]),
+        BatchPart(
+            version=0,
+            trajectories=trajectories[:3],
+            minibatches=[[[[0, 1], [2]]]],
+            groups=1,
+            group_of=[0] * 3,
+            episodes=3,
+            episode_of=[0, 1, 2],
+        ),
+        BatchPart(
+            version=0,
+            trajectories=trajectories[3:],
+            minibatches=[[[[0]]]],
+            groups=1,
+            group_of=[0],
+            episodes=1,
+            episode_of=[0],
+        ),
     ]
     assert judge_bundles(halves, Task(dp=2, cap=38, flops=TOKENS)) == {
         "FLOPs": 54 / 64,  # 10 + 5 + 6, 17 and 16 of 64 tokens

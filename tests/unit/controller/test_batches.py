@@ -68,10 +68,10 @@ def test_all_publish_before_any_stops(batches):
     asyncio.run(play())
 
 
-def trajectory(admission_version, versions, mask, reward, correct=False):
+def trajectory(admission_version, versions, mask, reward, correct=False, uid=0):
     n = len(versions)
     return Trajectory(
-        uid=0,
+        uid=uid,
         epoch=0,
         prompt_id=0,
         admission_version=admission_version,
@@ -153,8 +153,8 @@ def test_staleness_of_answers_and_of_their_trained_tokens():
     found = describe(
         [
             trajectory(3, [3, 3, 4, 5], [1, 1, 1, 1], 4.5, correct=True),
-            trajectory(5, [5, 5], [0, 1], -5.0),
-            trajectory(4, [4], [0], -5.0),
+            trajectory(5, [5, 5], [0, 1], -5.0, uid=1),
+            trajectory(4, [4], [0], -5.0, uid=2),
         ],
         version=5,
     )

@@ -66,7 +66,7 @@ def test_what_is_written_is_read_bit_for_bit(folder):
 def test_folders_and_files_that_cannot_be_used_are_refused(folder, tmp_path):
     with pytest.raises(ConfigError, match=r"nowhere: no batch-\*.msgpack in it; a run with rollout.dump=true"):
         dumped(tmp_path / "nowhere")
-    with pytest.raises(ConfigError, match=r"batch_size: 8, but batches of .* have 4 trajectories"):
+    with pytest.raises(ConfigError, match=r"batch_size: 8, but batches of .* have 4 episodes"):
         recorded(folder, 0, 8)
     with pytest.raises(ConfigError, match="lacks batch 5"):
         recorded(folder, 5, BATCH)

@@ -440,6 +440,11 @@ TRAINED = [3, 9, 1, 4, 4, 0, 7, 2, 5, 6, 1, 8]
 """The sixth is masked: its reward is ignored."""
 
 
+def of_single_turns(values: torch.Tensor, trained: list[int], groups: list[int]) -> Rewards:
+    own = torch.tensor(trained), torch.tensor(groups), max(groups) + 1
+    return Rewards(values, *own, torch.arange(len(values)), len(values))
+
+
 def plain_advantages(name: str) -> list[float]:
     kept = [i for i, count in enumerate(TRAINED) if count]
     mates = {g: [REWARDS[i] for i in kept if GROUPS[i] == g] for g in set(GROUPS)}
@@ -472,10 +477,8 @@ def plain_advantages(name: str) -> list[float]:
 def test_advantages_are_those_of_the_paper_also_where_replicas_share_groups(name):
     expected = plain_advantages(name)
     shares = [[0, 4, 7, 9, 11], [1, 2, 3, 5, 6, 8, 10]]
-    parts = [
-        Rewards(torch.tensor(REWARDS, dtype=torch.float64)[s], torch.tensor(TRAINED)[s], torch.tensor(GROUPS)[s], 4)
-        for s in shares
-    ]
+    columns = [torch.tensor(REWARDS, dtype=torch.float64), torch.tensor(TRAINED), torch.tensor(GROUPS)]
+    parts = [Rewards(*(column[s] for column in columns), 4, torch.tensor(s), len(REWARDS)) for s in shares]
     for share, found in zip(shares, on_replicas(ALGORITHMS[name].advantages, parts), strict=True):
         for i, value in zip(share, found.tolist(), strict=True):
             assert not TRAINED[i] or value == pytest.approx(expected[i], abs=1e-9)
@@ -519,8 +522,9 @@ def test_equal_rewards_have_an_advantage_of_exactly_0(name):
         blank = torch.from_numpy(random.random(count) < 0.1)
         values, trained = values.masked_fill(blank, 9.0), trained.masked_fill(blank, 0)
         cuts = sorted(random.integers(0, count + 1, 2).tolist())
-        columns = zip(*(column.tensor_split(cuts) for column in (values, trained, group)), strict=True)
-        parts = [Rewards(*own, groups) for own in columns]
+        columns = (values, trained, group, torch.arange(count))
+        split = zip(*(column.tensor_split(cuts) for column in columns), strict=True)
+        parts = [Rewards(*own, groups, episode, count) for *own, episode in split]
         found = torch.cat(on_replicas(ALGORITHMS[name].advantages, parts))
         assert found.isfinite().all()
         assert not found[~blank].any(), (value, count, groups)
@@ -530,14 +534,14 @@ def test_a_reward_that_differs_is_a_signal_however_little():
     """Those of a long answer's length penalty may: what is near 0 is not 0."""
     for name, algorithm in ALGORITHMS.items():
         values = torch.tensor([1.0, 1.0, 1.0, 0.9999], dtype=torch.float64)
-        rewards = Rewards(values, torch.tensor([3, 4, 5, 6]), torch.zeros(4, dtype=torch.int64), 1)
+        rewards = of_single_turns(values, [3, 4, 5, 6], [0, 0, 0, 0])
         found = algorithm.advantages(rewards, lambda tensor: tensor)
         assert (found[:3] > 0).all() and found[3] < 0, name
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_batches_without_tokens_have_finite_advantages(name):
-    rewards = Rewards(torch.tensor([5.0, 5.0]).double(), torch.tensor([0, 0]), torch.tensor([0, 0]), 1)
+    rewards = of_single_turns(torch.tensor([5.0, 5.0]).double(), [0, 0], [0, 0])
     assert ALGORITHMS[name].advantages(rewards, lambda tensor: tensor).isfinite().all()
 
 
@@ -545,7 +549,7 @@ def test_weights_make_a_mean_over_tokens_one_over_sequences():
     lengths, losses = torch.tensor([2, 0, 5, 1]), [[1.0, 2.0], [], [3.0, 4, 5, 6, 7], [8.0]]
     for mean, expected in {
         "tokens": 36 / 8,
-        "sequences": (1.5 + 5 + 8) / 3,
+        "episodes": (1.5 + 5 + 8) / 3,
         "longest": 36 / 3 / 100,
     }.items():
         weights = token_weights(mean, lengths, 8, 3, 100).tolist()
@@ -578,7 +582,7 @@ def test_no_reward_makes_the_advantages_of_a_batch_infinite(algorithm, wrong_rig
     config = RewardConfig(wrong=wrong_right[0], right=wrong_right[1])
     values = torch.tensor([reward_of(score, config) for score in (0, 1, 0, extreme)], dtype=torch.float64)
     lengths = torch.tensor([3, 5, 2, 4])
-    found = ALGORITHMS[algorithm].advantages(Rewards(values, lengths, torch.tensor([0, 0, 1, 1]), 2), lambda x: x)
+    found = ALGORITHMS[algorithm].advantages(of_single_turns(values, lengths.tolist(), [0, 0, 1, 1]), lambda x: x)
     assert found.isfinite().all() and found.float().isfinite().all()
     sequences = torch.repeat_interleave(torch.arange(4), lengths)
     before = torch.zeros(len(sequences), requires_grad=True)

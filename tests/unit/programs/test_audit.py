@@ -67,6 +67,7 @@ class Past:
                     "version": self.schedule.version,
                     "applied": applied,
                     "uids": [group.number * GROUP + k for k in range(GROUP)],
+                    "samples": [0] * GROUP,
                     "admission_versions": [group.admission_version] * GROUP,
                     "prompts": [[group.epoch, group.prompt_id]] * GROUP,
                     "max_staleness": 1,
@@ -146,15 +147,16 @@ def test_a_crash_in_the_middle_of_a_line_is_no_fault(past):
 @pytest.mark.parametrize(
     ("plant", "words"),
     [
-        (lambda past: past.edit(0, 5, uids=[0, 1]), "trajectory 0 was trained 2 times"),
+        (lambda past: past.edit(0, 5, uids=[0, 1]), "sample 0 of episode 0 was trained 2 times"),
         (lambda past: past.edit(0, 6, version=7), "batch 4 trained version 7, the policy was at 4"),
         (lambda past: past.edit(0, 6, applied=True), "batch 4: replicas disagree"),
         (lambda past: past.edit(1, 1, admission_versions=[-1, 1]), "admitted at version -1"),
         (
             lambda past: past.edit(1, 1, sampled_from=[7, 8], trained_from=[7, 9]),
-            "trajectory 7 was trained after another prompt than it was sampled from",
+            "episode 7 was trained after another prompt than it was sampled from",
         ),
-        (lambda past: past.edit(1, 2, prompts=[[0, 0]]), "1 answers in batch 2"),
+        (lambda past: past.edit(1, 2, uids=[5, 5], samples=[0, 1]), "1 episodes in batch 2"),
+        (lambda past: past.edit(0, 5, uids=[99, 99], samples=[0, 2]), "episode 99: sample 1 is missing in batch 5"),
         (lambda past: past.edit(1, 2, prompts=[[9, 9]] * GROUP), "prompt 9 of epoch 9 was trained, but is unknown"),
         (lambda past: past.edit(1, 2, prompts=[[9, 9]] * GROUP), "counts as trained, but no trainer trained it"),
         (lambda past: past.lose([1]), "batch 2 is missing in the ledger of replica 1"),
@@ -171,7 +173,7 @@ def test_each_batch_is_held_to_the_bound_of_its_incarnation(past):
         past.edit(replica, 2, admission_versions=[0] * GROUP, max_staleness=2)
     assert audit(past.run) == []
     past.edit(0, 2, max_staleness=1)
-    assert "trajectory 8, admitted at version 0, was trained by version 2" in audit(past.run)
+    assert "episode 8, admitted at version 0, was trained by version 2" in audit(past.run)
 
 
 def test_each_batch_is_held_to_the_sizes_of_its_incarnation(past):
@@ -187,7 +189,7 @@ def test_rows_that_have_changed_since_are_named(past):
     rows = ['{"prompt": "1+1=", "answer": "2"}'] * (PROMPTS - 1)
     (past.run.folder.parent / "data.jsonl").write_text("\n".join([*rows, '{"prompt": "1+1=", "answer": "3"}']))
     *double, other = audit(past.run)
-    assert "trajectory 0 was trained 2 times" in double
+    assert "sample 0 of episode 0 was trained 2 times" in double
     assert other.startswith("data.train: 1 of 7 rows are not those of the checkpoint, the first is ")
 
 

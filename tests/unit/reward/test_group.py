@@ -14,7 +14,7 @@ from areal_megatron.engine.client import Completion
 from areal_megatron.process import lateness
 from areal_megatron.reward.group import GroupAnswer, checked_terms, load_group_function
 from areal_megatron.reward.workers import RewardWorkers
-from areal_megatron.workflows.scoring import Scorer
+from areal_megatron.workflows.scoring import ScoredEpisode, Scorer
 from areal_megatron.workflows.transcript import Transcript
 from tests.support.chat_world import END, make_tokenizer, spelled
 
@@ -74,8 +74,10 @@ def scored(tmp_path, function, completions, answer="right", score="grouped:score
             scorer = Scorer(config, workers, max_new_tokens=100)
             scores = await scorer.score(prompt, completions)
             start = Transcript(prompt.tokens, 0)
-            transcripts = [start.with_answer(c, s.truncated) for c, s in zip(completions, scores, strict=True)]
-            return scores, await scorer.with_terms(prompt, transcripts, scores), workers.failures
+            pairs = zip(completions, scores, strict=True)
+            episodes = [ScoredEpisode((start.with_answer(c, s.truncated),), s) for c, s in pairs]
+            after = await scorer.with_terms(prompt, episodes)
+            return scores, [episode.score for episode in after], workers.failures
         finally:
             await workers.close()
 

@@ -94,10 +94,12 @@ def test_a_conversation_is_one_trajectory_of_exact_tokens(tmp_path):
         world.client.calls[2].prompt == [*context.prompt, *context.tokens.tolist()][: len(world.client.calls[2].prompt)]
     )
     assert ended.score.correct and world.judge.asked == ["right"]
-    assert world.episodes.account() == {"workflow_failures": 0, "untrained_answers": 0, "refused_calls": 0}
+    assert world.episodes.account() == {"workflow_failures": 0, "refused_calls": 0}
 
 
-def test_a_call_that_continues_from_none_is_a_trajectory_of_its_own_and_the_last_is_trained(tmp_path):
+def test_every_answer_is_trained_once_in_the_longest_histories(tmp_path):
+    """A call that continues from no answer begins another sample, as does a second call that continues from one."""
+
     async def agent(api, episode):
         first = await ask(api, [user("one")])
         await ask(api, [user("one"), first, user("two")])
@@ -108,18 +110,19 @@ def test_a_call_that_continues_from_none_is_a_trajectory_of_its_own_and_the_last
         return 1.0
 
     ended, world = run(tmp_path, agent, lambda _, number: f"a{number}")
-    assert text_of(world, ended.context) == rendered(
-        world,
-        [
-            user("one"),
-            {"role": "assistant", "content": "a0"},
-            user("other"),
-            {"role": "assistant", "content": "a3"},
-            user("last"),
-            {"role": "assistant", "content": "a5"},
-        ],
-    )
-    assert ended.context.answers == 3 and world.episodes.untrained_answers == 3
+    histories = [
+        ["one", "a0", "two", "a1"],
+        ["summarise: one", "a2"],
+        ["one", "edited", "x", "a4"],
+        ["one", "a0", "other", "a3", "last", "a5"],
+    ]
+    trained = [["a0", "a1"], ["a2"], ["a4"], ["a3", "a5"]]
+    for sample, texts, own in zip(ended.samples, histories, trained, strict=True):
+        roles = [{"role": ("user", "assistant")[k % 2], "content": text} for k, text in enumerate(texts)]
+        assert text_of(world, sample) == rendered(world, roles)
+        tokens = [token for text in own for token in [*spelled(text), END]]
+        assert sample.tokens[sample.loss_mask == 1].tolist() == tokens
+    assert ended.context is ended.samples[-1] and ended.answers == 6
     assert ended.score.reward == 5 and not world.judge.asked
 
 
@@ -141,10 +144,10 @@ def test_tools_are_offered_called_and_answered(tmp_path):
         {"role": "assistant", "content": "right"},
     ]
     assert text_of(world, ended.context) == rendered(world, messages, TOOLS)
-    assert ended.context.answers == 2 and world.episodes.untrained_answers == 0
+    assert ended.context.answers == 2 and len(ended.samples) == 1
 
 
-def test_a_template_that_refuses_the_answer_without_its_tool_calls_begins_a_trajectory(tmp_path):
+def test_a_template_that_refuses_the_answer_without_its_tool_calls_begins_a_sample(tmp_path):
     strict = TEMPLATE.replace(
         "{%- for call",
         "{%- if message.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}"
@@ -155,8 +158,8 @@ def test_a_template_that_refuses_the_answer_without_its_tool_calls_begins_a_traj
         message = await ask(api, [user("1+2")], tools=TOOLS)
         await ask(api, [user("1+2"), message, {"role": "tool", "content": "3"}], tools=TOOLS)
 
-    ended, world = run(tmp_path, agent, lambda _, number: [CALL, "right"][number], template=strict)
-    assert ended.context.answers == 1 and world.episodes.untrained_answers == 1 and ended.score.correct
+    ended, _ = run(tmp_path, agent, lambda _, number: [CALL, "right"][number], template=strict)
+    assert [sample.answers for sample in ended.samples] == [1, 1] and ended.score.correct
 
 
 def test_a_stream_carries_the_whole_answer(tmp_path):
@@ -327,7 +330,7 @@ def test_turns_and_tokens_that_are_used_up_are_told_to_the_agent(tmp_path):
     ended, _ = run(tmp_path, agent, lambda *_: "right", turns=2)
     assert ended.context.answers == 2 and ended.score.reward == 5
     ended, _ = run(tmp_path, agent, lambda *_: "right", max_new_tokens=60)
-    assert ended.score.truncated and ended.score.reward == -5 and len(ended.tokens) <= 60
+    assert ended.score.truncated and ended.score.reward == -5 and len(ended.context.tokens) <= 60
     assert codes == [(400, "turns_exceeded"), (400, "context_length_exceeded")]
 
 
@@ -338,7 +341,7 @@ def test_a_first_call_longer_than_the_prompt_leaves_fewer_tokens_for_answers(tmp
         assert status == 400 and reply["error"]["code"] == "context_length_exceeded"
 
     ended, _ = run(tmp_path, agent, lambda *_: "x…", max_new_tokens=400, truncated="scored")
-    assert len(ended.context.prompt) > 400 and len(ended.context.prompt) + len(ended.tokens) == 800
+    assert len(ended.context.prompt) > 400 and len(ended.context.prompt) + len(ended.context.tokens) == 800
     assert ended.score.truncated
 
 

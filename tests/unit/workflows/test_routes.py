@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from areal_megatron.config import RolloutConfig
-from areal_megatron.controller.generation import _trajectory
+from areal_megatron.controller.generation import _sample
 from areal_megatron.controller.schedule import Group
 from areal_megatron.data.prompts import Prompt
 from areal_megatron.data.trajectory import decoder, encoder
@@ -138,9 +138,8 @@ def test_tokens_of_several_turns_keep_the_routes_of_the_turn_that_first_saw_them
     assert calls == [(0, first), (first, len(ended.context.prompt) + ended.context.length - 1)]
     expected = np.concatenate([routes_of(range(*calls[0]), 0), routes_of(range(*calls[1]), 1)]).reshape(-1)
 
-    trajectory = _trajectory(
-        Group(number=1, epoch=0, prompt_id=7, admission_version=0, engine=0, deadline=1), 0, 1, ended
-    )
+    group = Group(number=1, epoch=0, prompt_id=7, admission_version=0, engine=0, deadline=1)
+    trajectory = _sample(group, 1, 0, ended.context, ended.score)
     sent = decoder(type(trajectory)).decode(encoder().encode(trajectory))
     np.testing.assert_array_equal(sent.routes, expected)
     assert sent.routes.dtype == np.uint8

@@ -97,7 +97,7 @@ def test_an_answer_that_never_ends_is_cut(tmp_path, rule, reward, trained):
         reward=lambda _, r, __: float(r != "no"),
     )
     (ended,) = run(world)
-    assert len(ended.tokens) == 150 and ended.score.truncated and ended.score.trained == trained
+    assert len(ended.context.tokens) == 150 and ended.score.truncated and ended.score.trained == trained
     discounted = reward if reward < 0 else -5 + 10 * multi_turn.DISCOUNT
     assert ended.score.reward == pytest.approx(discounted)
 
@@ -109,14 +109,14 @@ def test_feedback_that_leaves_no_token_for_an_answer_is_dropped(tmp_path, left):
     world = World(tmp_path, multi_turn.run, in_turn("no"), max_new_tokens=3 + feedback + left, turns=2)
     (ended,) = run(world)
     assert ended.context.answers == 1 + left
-    assert len(ended.tokens) == (3 + feedback + left if left else 3)
+    assert len(ended.context.tokens) == (3 + feedback + left if left else 3)
     assert ended.score.truncated and ended.score.reward == -5
 
 
 def test_answers_of_forced_length_are_not_cut(tmp_path):
     world = World(tmp_path, multi_turn.run, lambda *_: "x…")
     (ended,) = run(world, forced=20)
-    assert len(ended.tokens) == 20 and not ended.score.truncated
+    assert len(ended.context.tokens) == 20 and not ended.score.truncated
 
 
 def test_seeds_of_the_first_answers_are_those_of_a_single_turn(tmp_path):
@@ -234,7 +234,7 @@ def test_an_episode_whose_workflow_fails_twice_is_not_trained_and_counted(tmp_pa
     assert re.search(problem, caplog.text), caplog.text
     sampled = [one.context.loss_mask.sum() for one in ended]
     if workflow in (says_first, nothing):
-        assert sampled == [0, 0] and [len(one.tokens) for one in ended] == [1, 1]
+        assert sampled == [0, 0] and [one.length for one in ended] == [1, 1]
     else:
         assert sampled == [6, 6]
 
@@ -248,7 +248,7 @@ def test_an_episode_whose_workflow_fails_begins_again(tmp_path):
 
     world = World(tmp_path, fails_once, in_turn("first", "second"))
     (ended,) = run(world)
-    assert world.tokenizer.decode(ended.tokens.tolist()) == "second" and ended.context.answers == 1
+    assert world.tokenizer.decode(ended.context.tokens.tolist()) == "second" and ended.context.answers == 1
     assert ended.score.trained and ended.score.correct and not ended.score.failed and world.episodes.failures == 0
     first, second = world.client.calls
     assert first.request_id != second.request_id and first.prompt == second.prompt and first.seed == second.seed
@@ -339,7 +339,7 @@ def test_an_episode_is_limited_in_turns_and_tokens(tmp_path):
     (ended,) = run(World(tmp_path, greedy, lambda *_: "right", turns=4))
     assert ended.context.answers == 4 and ended.score.correct
     (ended,) = run(World(tmp_path, greedy, lambda *_: "right", turns=100, max_new_tokens=20))
-    assert len(ended.tokens) == 20 and ended.score.truncated
+    assert len(ended.context.tokens) == 20 and ended.score.truncated
     assert codes == ["turns_exceeded", "context_length_exceeded"]
 
 

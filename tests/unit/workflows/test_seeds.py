@@ -49,8 +49,8 @@ class Right:
     async def score(self, prompt, completions):
         return [Score(reward=5.0, correct=True, truncated=False, trained=True) for _ in completions]
 
-    async def with_terms(self, prompt, contexts, scores):
-        return scores
+    async def with_terms(self, prompt, episodes):
+        return episodes
 
 
 async def never(*_):
