@@ -379,10 +379,15 @@ class RolloutConfig:
     dump_gb: float = key(0.0, at_least=0)
     """Most that the kept trajectories may take of the disk, in 10⁹ bytes; later batches are not kept. 0: no bound."""
     workflow: str = "single_turn"
-    """How a prompt becomes a trajectory: `single_turn`, `multi_turn`, `tool_use`, or the import path
+    """How a prompt is answered: `single_turn`, `multi_turn`, `tool_use`, or the import path
     `package.module:function` of yours (docs/workflows.md)."""
     turns: int = key(1, at_least=1)
-    """Most answers of the model in one trajectory."""
+    """Most answers of the model in one episode."""
+    samples: str = key("auto", choices=("auto", "individual", "concat"))
+    """What is trained of an episode of several answers (docs/workflows.md). `individual`: each answer alone, after the
+    prompt that the chat template makes for it. `concat`: the longest conversations, in which what the template would
+    drop from earlier answers stays. `auto`: as long as the template shows what was sampled as it was, the conversation
+    goes on; where it does not, another sample begins."""
     workflow_timeout_s: float = key(600.0, above=0)
     """Idle limit of a workflow: the longest time, in seconds, that it may neither ask the model nor end."""
     workflow_environment: str = ""
@@ -474,6 +479,9 @@ class RewardConfig:
     """Reward of a wrong answer (score 0). Default: the value published with ppo.algorithm."""
     right: float = key(5.0, at_least=-1e6, at_most=1e6)
     """Reward of a right answer (score 1). Default: the value published with ppo.algorithm."""
+    turn_discount: float = key(1.0, at_least=0, at_most=1)
+    """γ between the answers of an episode: what a reward counts for the answer before the one that earned it, and again
+    for each one before that (docs/workflows.md)."""
     truncated: str = key("incorrect", choices=("incorrect", "masked", "scored", "overlong"))
     """What becomes of an answer cut at max_new_tokens: it counts as wrong, is not trained, or is scored as it is.
     `overlong`: scored as well, and every answer, cut or not, loses up to half of right − wrong within the last fifth

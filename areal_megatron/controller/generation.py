@@ -253,7 +253,9 @@ class Generation:
             self._schedule.filter(group)
         else:
             numbered = enumerate(sampled, group.number * n)
-            self._trajectories[group.number] = [*chain(*(_samples(group, uid, ended) for uid, ended in numbered))]
+            discount = self._config.reward.turn_discount
+            found = (_samples(group, uid, ended, discount) for uid, ended in numbered)
+            self._trajectories[group.number] = [*chain(*found)]
             self._schedule.finish(group)
         self._changed.notify()
 
@@ -270,11 +272,14 @@ def _described(interrupted: dict[int, InterruptedGroup]) -> str:
     return f"{sum(len(answer.tokens) for answer in answers)} tokens of {len(answers)} answers that were interrupted"
 
 
-def _samples(group: Group, uid: int, ended: ScoredEpisode) -> list[Trajectory]:
-    return [_sample(group, uid, number, context, ended.score) for number, context in enumerate(ended.samples)]
+def _samples(group: Group, uid: int, ended: ScoredEpisode, discount: float) -> list[Trajectory]:
+    pairs = zip(ended.samples, ended.returns(discount), strict=True)
+    return [_sample(group, uid, number, context, own, ended.score) for number, (context, own) in enumerate(pairs)]
 
 
-def _sample(group: Group, uid: int, number: int, context: Transcript, score: Score) -> Trajectory:
+def _sample(
+    group: Group, uid: int, number: int, context: Transcript, returns: list[tuple[int, float]], score: Score
+) -> Trajectory:
     return Trajectory(
         uid=uid,
         sample=number,
@@ -288,6 +293,7 @@ def _sample(group: Group, uid: int, number: int, context: Transcript, score: Sco
         versions=context.versions,
         loss_mask=context.loss_mask * np.uint8(score.trained),
         reward=score.reward,
+        returns=returns if score.trained else [],
         truncated=score.truncated,
         failed=score.failed,
         terms=score.terms,

@@ -13,7 +13,7 @@ import numpy as np
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.data.drawing import Drawing, digest_of, functions_of, joined, settings_of, stated
 from areal_megatron.data.files import Record, row_shares, rows
-from areal_megatron.data.formats import Item, added_sentence, read_item, text_of
+from areal_megatron.data.formats import Chat, Item, added_sentence, read_item, text_of
 from areal_megatron.data.tokenizer import Tokenizer
 
 
@@ -43,6 +43,12 @@ class Prompt:
     """`digest_of` what the row says, by which a resumed run knows it."""
     row: dict[str, Any] | None = None
     """All columns of the row, for a reward function of the user; None for other rewards."""
+    chat: Chat | None = None
+    """The messages of the prompt; None if its text is the only one, the user's."""
+
+    @property
+    def messages(self) -> Chat:
+        return self.chat or [{"role": "user", "content": self.text}]
 
 
 @dataclass
@@ -143,6 +149,7 @@ def read_prompts(
             where=record.where,
             digest=digest_of_prompt(record, item, by_environment),
             row=record.row if by_environment[record.environment].reward.is_own else None,
+            chat=None if isinstance(item.prompt, str) else item.prompt,
         )
         for record, item, ids, length in zip(found, items, tokens, lengths, strict=True)
     ]

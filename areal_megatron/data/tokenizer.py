@@ -318,6 +318,16 @@ class Tokenizer:
         [ids] = self._encoded([(after[0], hidden)])
         return ids
 
+    def keeps(self, messages: Chat, answer: int, said: str, tools: Sequence[Any] | None = None) -> bool:
+        """Returns whether the template still shows messages[answer] as the model wrote it (`said`), and what is before
+        it as the model saw it. Else the next answer's prompt does not begin with the tokens of this one."""
+        hidden = self._control.hide()
+        try:
+            before, now = (self._rendered(shown, tools, hidden=hidden)[0] for shown in (messages[:answer], messages))
+        except ConfigError:
+            return False
+        return hidden.shown(now).startswith(hidden.shown(before) + said)
+
     def decode(self, tokens: list[int], special: bool = False) -> str:
         """Returns the text of the tokens; without `special`, as an answer: tags and all, but without the control words
         that only a template writes."""

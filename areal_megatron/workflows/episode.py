@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.data.formats import Chat
@@ -20,7 +20,7 @@ from areal_megatron.reward.worker import Scored
 from areal_megatron.run.folder import RunError
 from areal_megatron.workflows.sampling import INTERRUPTED, GenerationRequest, Sampling, generate, sampling_seed
 from areal_megatron.workflows.scoring import Scorer
-from areal_megatron.workflows.transcript import Transcript
+from areal_megatron.workflows.transcript import Segment, Transcript
 
 ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "HOME", "USER", "LANG", "LC_ALL", "TZ", "TMPDIR")
 """The variables of this process that agents get whatever rollout.workflow_environment names."""
@@ -58,6 +58,15 @@ class Api:
         own = {name: os.environ[name] for name in (*ENVIRONMENT, *self.variables) if name in os.environ}
         direct = {name: f"{own.get(name, '')},127.0.0.1".lstrip(",") for name in ("NO_PROXY", "no_proxy")}
         return own | direct | {"OPENAI_BASE_URL": self.url, "OPENAI_API_KEY": self.key}
+
+
+@dataclass(frozen=True)
+class NextPrompt:
+    """What follows an answer of the model."""
+
+    tokens: list[int]
+    continues: bool
+    """Whether the tokens come after those of the answer; else they are the whole next prompt."""
 
 
 @dataclass(frozen=True)
@@ -111,14 +120,21 @@ class Episode:
         """The transcript of the answer that was sampled last, and of what has been said since."""
         self.failure: EngineError | Interrupted | ConfigError | RunError | None = None
         """The error that ends the episode, even if the workflow catches it."""
-        self.answers = 0
-        """The number of answers sampled, including those that are not part of `context`."""
+        self.sampled: list[Segment] = []
+        """The answers, in the order in which they were sampled, including those that are not part of `context`."""
         self._ends: list[Transcript] = []
         """The transcripts that no other extends, each up to its last answer, in the order of these."""
+        self._messages = list(self.prompt.messages)
+        """What has been said before the last answer, with `sample` and `say`."""
         self._busy = self._turns_taken = 0
         self._scored: tuple[int, Scored] | None = None
-        """(`answers` at that time, the score of the last of them)"""
+        """(the number of answers at that time, the score of the last of them)"""
         self._last_event = now()
+
+    @property
+    def answers(self) -> int:
+        """The number of answers sampled."""
+        return len(self.sampled)
 
     @property
     def samples(self) -> list[Transcript]:
@@ -140,14 +156,17 @@ class Episode:
     def say(self, messages: str | Chat) -> None:
         """Adds messages after the answer, which are not trained; a string is one message of the user.
 
+        Where the chat template shows the conversation so far otherwise than it was (rollout.samples), another sample
+        begins.
+
         Raises EpisodeOver if they would leave no token for an answer, ConfigError if the chat template refuses them.
         """
         if not self.context.answered:
             raise RuntimeError("say: there is no answer yet that it could follow")
         new = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
-        before = [{"role": "user", "content": self.prompt.text}, {"role": "assistant", "content": ""}]
-        tokens = self._resources.tokenizer.continuation([*before, *new], answer=1)
-        self.context = self.with_observation(self.context, tokens)
+        conversation = [*self._messages, {"role": "assistant", "content": self.text}, *new]
+        self.context = self.followed(self.context, self.next_prompt(self.context, conversation, len(self._messages)))
+        self._messages = conversation
 
     async def score(self) -> Scored:
         """Returns what reward.function says of the last answer; 0 if it was truncated and reward.truncated counts that
@@ -224,18 +243,37 @@ class Episode:
         if completion.finish_reason == INTERRUPTED:
             self.failure = Interrupted()
             raise self.failure
-        self.answers += 1
         truncated = completion.finish_reason == "length" and limit == left and not forced
         self.context = context.with_answer(completion, truncated)
+        self.sampled.append(self.context.segments[-1])
         self._ends = [end for end in self._ends if not self.context.extends(end)] + [self.context]
         return self.context
 
-    def with_observation(self, context: Transcript, tokens: list[int]) -> Transcript:
-        """Returns `context` with tokens of the environment.
+    def next_prompt(self, context: Transcript, conversation: Chat, answer: int, tools: Any = None) -> NextPrompt:
+        """Returns what the model is asked next. May be called on any thread.
 
-        Raises EpisodeOver if they leave no token for an answer; the episode's last answer is truncated then.
+        conversation[answer] is the answer with which `context` ends. Raises ConfigError if the template refuses the
+        conversation.
         """
-        longer = context.with_observation(tokens, self._sampling.stop_tokens)
+        tokenizer, style = self._resources.tokenizer, self._resources.config.rollout.samples
+        said = tokenizer.decode(context.answer)
+        if style == "concat" or (style == "auto" and tokenizer.keeps(conversation, answer, said, tools)):
+            try:
+                return NextPrompt(tokenizer.continuation(conversation, answer, tools), continues=True)
+            except ConfigError:  # the template shows an answer twice, or not at all
+                if style == "concat":
+                    raise
+        return NextPrompt(tokenizer.conversation(conversation, tools), continues=False)
+
+    def followed(self, context: Transcript, asked: NextPrompt) -> Transcript:
+        """Returns the transcript that ends with what is asked: `context` with more tokens, or another one.
+
+        Raises EpisodeOver if no token is left for an answer; the episode's last answer is truncated then.
+        """
+        if asked.continues:
+            longer = context.with_observation(asked.tokens, self._sampling.stop_tokens)
+        else:
+            longer = self.new_transcript(asked.tokens)
         if self.tokens_left(longer) <= 0 and context is self.context and not self.prompt.response_tokens:
             self.context = replace(context, truncated=True)
         self._some_tokens_left(longer)

@@ -1,8 +1,8 @@
-"""Serves the policy to agents as an OpenAI endpoint on the loopback, and records what they do as trajectories.
+"""Serves the policy to agents as an OpenAI endpoint on the loopback, and records the samples of their episodes.
 
 Every episode has a key of its own, which is valid as long as the episode lasts. If a call continues from an earlier
-answer of its episode, its tokens are the sampled ones, followed by the chat template's continuation: text is never
-tokenised again. Any other call begins a trajectory of its own.
+answer of its episode, which the chat template shows as it was, its tokens are the sampled ones, followed by the
+template's continuation: text is never tokenised again. Any other call begins a sample of its own (rollout.samples).
 """
 
 from __future__ import annotations
@@ -187,12 +187,13 @@ async def _context(session: _Session, earlier: AnsweredCall | None, messages: li
     """
     tokenizer, episode = session.tokenizer, session.episode
     if earlier:
+        answer = len(earlier.messages) - 1
         try:
-            after = await asyncio.to_thread(tokenizer.continuation, messages, len(earlier.messages) - 1, tools)
+            asked = await asyncio.to_thread(episode.next_prompt, earlier.context, messages, answer, tools)
         except ConfigError as e:  # the template refuses an answer without its tool calls
-            log.debug("a call begins a new trajectory: %s", e)
+            log.debug("a call begins a new sample: %s", e)
         else:
-            return episode.with_observation(earlier.context, after)
+            return episode.followed(earlier.context, asked)
     return episode.new_transcript(await asyncio.to_thread(tokenizer.conversation, messages, tools))
 
 

@@ -14,13 +14,13 @@ from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.engine.client import Completion, EngineError
 from areal_megatron.process.errors import printable, worth_a_line
 from areal_megatron.process.lateness import pauses
-from areal_megatron.reward.function import checked, is_score
+from areal_megatron.reward.function import is_score
 from areal_megatron.reward.no_score import RewardFailed
 from areal_megatron.run.folder import RunError
 from areal_megatron.workflows.episode import Episode, EpisodeOver, EpisodeSpec, Interrupted, RunResources
 from areal_megatron.workflows.openai_endpoint import OpenAIEndpoint
 from areal_megatron.workflows.sampling import Sampling
-from areal_megatron.workflows.scoring import ScoredEpisode, Scorer
+from areal_megatron.workflows.scoring import ScoredEpisode, Scorer, of_answers, scores_of
 from areal_megatron.workflows.single_turn import SingleTurn
 from areal_megatron.workflows.transcript import trained_once
 from areal_megatron.workflows.workflow import KEY, Workflow, load_workflow
@@ -87,27 +87,27 @@ class EpisodeRunner:
 
     async def _run(self, sampling: Sampling, spec: EpisodeSpec) -> ScoredEpisode:
         episode = Episode(self._resources, sampling, spec)
-        score, problem = await self._tried(episode)
+        scores, problem = await self._tried(episode)
         for number, pause_s in enumerate(pauses(self._config.reward.retry_s), 2):
             if not problem:
                 break
             await asyncio.sleep(pause_s)
             episode = Episode(self._resources, sampling, replace(spec, request_id=f"{spec.request_id}-try{number}"))
-            score, problem = await self._tried(episode)
+            scores, problem = await self._tried(episode)
         self.failures += bool(problem)
-        if not problem and score is None:
+        if not problem and scores is None:
             try:
-                score = (await episode.score()).score
+                scores = ((await episode.score()).score,)
             except RewardFailed as e:
                 problem = str(e)
-        return self._finished(episode, score or 0.0, problem)
+        return self._finished(episode, scores or (0.0,), problem)
 
-    async def _tried(self, episode: Episode) -> tuple[float | None, str]:
-        """Runs the workflow once. Returns the score, None if the reward function is to say it, and why the workflow
-        failed, empty if it did not."""
-        problem, score = "", None
+    async def _tried(self, episode: Episode) -> tuple[tuple[float, ...] | None, str]:
+        """Runs the workflow once. Returns the scores (`scores_of`), None if the reward function is to say them, and why
+        the workflow failed, empty if it did not."""
+        problem, scores = "", None
         try:
-            score = await self._score_of(episode)
+            scores = await self._scores_of(episode)
         except (EpisodeOver, RewardFailed):
             pass
         except Exception as e:  # the workflow is the user's, and so are the agents that it runs
@@ -121,10 +121,11 @@ class EpisodeRunner:
         if problem:
             self._tell_failure(episode.prompt, problem, bool(episode.answers))
         self._answered |= episode.answers > 0
-        return score, problem
+        return scores, problem
 
-    async def _score_of(self, episode: Episode) -> float | None:
-        """Returns what the workflow returns. Raises what it raises, and TimeoutError if it is idle for too long."""
+    async def _scores_of(self, episode: Episode) -> tuple[float, ...] | None:
+        """Returns the scores that the workflow returns. Raises what it raises, WrongResult, and TimeoutError if it is
+        idle for too long."""
         limit = self._config.rollout.workflow_timeout_s
         task = asyncio.ensure_future(without_exit(self._workflow.run(episode)))
         try:
@@ -136,18 +137,24 @@ class EpisodeRunner:
         if task.cancelled():
             raise RuntimeError("it cancelled itself")
         result = task.result()
-        return None if result is None else checked(result)[0]
+        return None if result is None else scores_of(result, episode.answers)
 
-    def _finished(self, episode: Episode, score: float, problem: str) -> ScoredEpisode:
+    def _finished(self, episode: Episode, scores: tuple[float, ...], problem: str) -> ScoredEpisode:
         samples, forced = trained_once(episode.samples), episode.prompt.response_tokens is not None
         if not samples:  # an episode is never empty: it gets one token that is not trained
             samples = (episode.context.with_observation(self._tokenizer.stop_tokens[:1]),)
         context = samples[-1]
         if context.truncated and not self._scorer.scores_truncated:
-            score = 0.0
-        reward = self._scorer.reward(score * episode.discount, context.length, context.truncated, forced)
-        found = replace(reward, correct=score >= 1, score=score)
-        return ScoredEpisode(samples, found.failed_by(problem) if problem else found)
+            scores = (0.0,)
+        score, settings = sum(scores), self._config.reward
+        found = self._scorer.reward(score * episode.discount, context.length, context.truncated, forced)
+        found = replace(found, correct=score >= 1, score=score)
+        if episode.answers > 1 and (len(scores) > 1 or settings.turn_discount < 1):
+            scale = episode.discount * (settings.right - settings.wrong)
+            found = replace(found, of_answers=of_answers(scores, episode.answers, scale, found.reward))
+        place = {id(segment): number for number, segment in enumerate(episode.sampled)}
+        numbers = tuple(tuple(place[id(s)] for s in sample.segments if s.sampled) for sample in samples)
+        return ScoredEpisode(samples, found.failed_by(problem) if problem else found, numbers)
 
     def _tell_failure(self, prompt: Prompt, problem: str, answered: bool) -> None:
         self._failed_tries += 1

@@ -10,6 +10,7 @@ import numpy as np
 from areal_megatron.config import RewardConfig
 from areal_megatron.data.prompts import Prompt
 from areal_megatron.engine.client import Completion
+from areal_megatron.reward.function import WrongResult, checked
 from areal_megatron.reward.group import GroupAnswer
 from areal_megatron.reward.overlong import overlong
 from areal_megatron.reward.worker import Answer, AnswerGroup, Scored
@@ -31,6 +32,9 @@ class Score:
     """What the reward function returned, or the workflow."""
     terms: dict[str, float] = field(default_factory=dict)
     """What the group function has added to the reward, by name."""
+    of_answers: tuple[float, ...] = ()
+    """The rewards of the episode's answers, in the order in which they were sampled, which add up to `reward`; empty if
+    the last one has all of it, and each the same return."""
     failure: str = ""
     """Why the reward is unknown: then the answer is neither right nor wrong, and is not trained. Empty: it is known."""
 
@@ -51,6 +55,25 @@ class ScoredEpisode:
     samples: tuple[Transcript, ...]
     """What is trained, each with at least one token after the prompt; the last one ends with the last answer."""
     score: Score
+    numbers: tuple[tuple[int, ...], ...] = ((0,),)
+    """Which of the episode's answers, from 0, each sample has and is trained on."""
+
+    def returns(self, discount: float) -> list[list[tuple[int, float]]]:
+        """Returns (tokens, return) of each sample's answers; empty lists if all have the return `score.reward`.
+
+        The return of an answer is its own reward and those of later ones, each of them less by the factor `discount`
+        for each answer from this one to that.
+        """
+        if not self.score.of_answers:
+            return [[] for _ in self.samples]
+        returns, later = [], 0.0
+        for reward in reversed(self.score.of_answers):
+            later = reward + discount * later
+            returns.insert(0, later)
+        return [
+            list(zip(sample.answer_lengths, (returns[number] for number in numbers), strict=True))
+            for sample, numbers in zip(self.samples, self.numbers, strict=True)
+        ]
 
     @property
     def context(self) -> Transcript:
@@ -118,7 +141,9 @@ class Scorer:
         changed = list(episodes)
         for place, k in enumerate(known):
             score, terms = episodes[k].score, {name: values[place] for name, values in found.terms.items()}
-            new = replace(score, reward=score.reward + sum(terms.values()), terms=terms)
+            more = sum(terms.values())
+            of_answers = (*score.of_answers[:-1], score.of_answers[-1] + more) if score.of_answers else ()
+            new = replace(score, reward=score.reward + more, terms=terms, of_answers=of_answers)
             changed[k] = replace(episodes[k], score=score.failed_by(found.problem) if found.problem else new)
         return changed
 
@@ -150,6 +175,25 @@ class Scorer:
             score=score,
         )
         return found.failed_by(failure) if failure else found
+
+
+def scores_of(result: object, answers: int) -> tuple[float, ...]:
+    """Returns the scores that a workflow has returned: one for the episode, or a list with one for each answer.
+
+    Raises WrongResult for a list of another length, or what is no score.
+    """
+    if not isinstance(result, list):
+        return (checked(result)[0],)
+    if len(result) != answers:
+        raise WrongResult(f"the workflow returned {len(result)} scores for {answers} answers")
+    return tuple(checked(one)[0] for one in result)
+
+
+def of_answers(scores: Sequence[float], answers: int, scale: float, reward: float) -> tuple[float, ...]:
+    """Returns the rewards of an episode's answers: each score times `scale`, and in the last one what `reward`, that of
+    the episode, has beside them. A single score is that of the last answer."""
+    each = [0.0] * (answers - len(scores)) + [score * scale for score in scores]
+    return (*each[:-1], each[-1] + reward - sum(each))
 
 
 def _member(episode: ScoredEpisode) -> GroupAnswer:

@@ -14,7 +14,7 @@ from areal_megatron.engine.client import NO_ROUTES, Completion
 
 
 @dataclass(frozen=True)
-class _Segment:
+class Segment:
     """One answer, or what the environment says after one."""
 
     tokens: np.ndarray
@@ -35,7 +35,7 @@ class Transcript:
     prompt: list[int]
     version: int
     """The version of the environment's tokens before the first answer."""
-    segments: tuple[_Segment, ...] = ()
+    segments: tuple[Segment, ...] = ()
     ended: bool = False
     """Whether the model ended the last answer itself."""
     truncated: bool = False
@@ -90,6 +90,11 @@ class Transcript:
         return sum(segment.sampled for segment in self.segments)
 
     @property
+    def answer_lengths(self) -> list[int]:
+        """The tokens of each answer."""
+        return [len(segment.tokens) for segment in self.segments if segment.sampled]
+
+    @property
     def answered(self) -> bool:
         """Whether the transcript ends with an answer."""
         return bool(self.segments) and self.segments[-1].sampled
@@ -107,7 +112,7 @@ class Transcript:
 
     def with_answer(self, completion: Completion, truncated: bool) -> Transcript:
         """Returns this transcript with another answer."""
-        segment = _Segment(completion.tokens, completion.logprobs, completion.versions, True, completion.routes)
+        segment = Segment(completion.tokens, completion.logprobs, completion.versions, True, completion.routes)
         ended = completion.finish_reason == "stop"
         asked = self.asked if self.answers else completion.asked
         return replace(self, segments=(*self.segments, segment), ended=ended, truncated=truncated, asked=asked)
@@ -121,7 +126,7 @@ class Transcript:
         if not tokens:
             return self
         version, count = (last.versions[-1] if last else self.version), len(tokens)
-        segment = _Segment(
+        segment = Segment(
             np.array(tokens, np.int32), np.zeros(count, np.float32), np.full(count, version, np.int32), sampled=False
         )
         return replace(self, segments=(*self.segments, segment))

@@ -18,14 +18,14 @@ from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.engine.client import Completion
 from areal_megatron.process.errors import first_cause, printable
 from areal_megatron.process.shown import guard
-from areal_megatron.reward.function import WrongResult, checked
+from areal_megatron.reward.function import WrongResult
 from areal_megatron.reward.no_score import RewardFailed
 from areal_megatron.reward.worker import MISTAKES, Answer, Scored
 from areal_megatron.workflows.episode import Episode, EpisodeOver, EpisodeSpec, RunResources
 from areal_megatron.workflows.openai_endpoint import OpenAIEndpoint
 from areal_megatron.workflows.runner import without_exit
 from areal_megatron.workflows.sampling import Sampling
-from areal_megatron.workflows.scoring import Scorer
+from areal_megatron.workflows.scoring import Scorer, scores_of
 from areal_megatron.workflows.trial import TrialAsked, TrialFound
 from areal_megatron.workflows.workflow import load_workflow
 
@@ -68,7 +68,7 @@ async def tried(asked: TrialAsked) -> TrialFound:
                 async with asyncio.timeout(asked.patience_s):
                     result = await without_exit(workflow.run(episode))
                 if result is not None:
-                    checked(result)
+                    scores_of(result, episode.answers)
             except (EpisodeOver, RewardFailed):
                 continue
             except TimeoutError:

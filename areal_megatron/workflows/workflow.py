@@ -70,6 +70,9 @@ def check_workflow(config: Config) -> None:
 
         messages = [{"role": role, "content": "1"} for role in ("user", "assistant", "user")]
         try:
-            Tokenizer(config.model.path).continuation(messages, answer=1)
+            tokenizer = Tokenizer(config.model.path)
+            tokenizer.conversation(messages)
+            if config.rollout.samples == "concat":
+                tokenizer.continuation(messages, answer=1)
         except ConfigError as e:
             raise ConfigError(f"{KEY}: several turns need a template that takes them: {e}") from None

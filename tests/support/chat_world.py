@@ -33,6 +33,19 @@ TEMPLATE = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 
+FORGETTING = """\
+{%- set last = namespace(at=-1) %}
+{%- for message in messages %}{% if message.role == 'user' %}{% set last.at = loop.index0 %}{% endif %}{% endfor %}
+{%- for message in messages %}
+{%- set content = message.content %}
+{%- if message.role == 'assistant' and loop.index0 < last.at %}
+{%- set content = content.split('</think>')[-1] %}{% endif %}
+{{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+"""Drops what was thought before the last message of the user, as Qwen3's template does; what follows a tool's result
+goes on."""
+
 
 def make_tokenizer(folder, template=TEMPLATE):
     """Makes a tokenizer of one token a character, except for `ab`, which is one token too."""
@@ -130,6 +143,7 @@ class World:
         timeout_s=5.0,
         batch_size=8,
         environment="",
+        samples="auto",
     ):
         self.config = Config(
             name="x",
@@ -137,7 +151,7 @@ class World:
             batch_size=batch_size,
             model=ModelConfig(path=str(folder)),
             data=DataConfig(train="x"),
-            rollout=RolloutConfig(group_size=2, max_new_tokens=max_new_tokens),
+            rollout=RolloutConfig(group_size=2, max_new_tokens=max_new_tokens, samples=samples),
             reward=RewardConfig(truncated=truncated, retry_s=0.0),
         )
         self.config.rollout.workflow_timeout_s = timeout_s

@@ -371,7 +371,7 @@ def test_workflows_that_cannot_be_loaded_are_named(name, problem):
     ],
 )
 def test_a_chat_template_of_one_turn_is_refused_before_the_start(tmp_path, template, problem):
-    world = World(tmp_path, multi_turn.run, lambda *_: "wrong", template=template)
+    world = World(tmp_path, multi_turn.run, lambda *_: "wrong", template=template, samples="concat")
     world.config.rollout.workflow = "multi_turn"
     with pytest.raises(ConfigError, match="several turns need a template that takes them") as error:
         check_workflow(world.config)
@@ -380,6 +380,27 @@ def test_a_chat_template_of_one_turn_is_refused_before_the_start(tmp_path, templ
     check_workflow(world.config)
     (ended,) = run(world)  # a template that fails at a later message only is a failure of the workflow
     assert world.episodes.failures == 1 and ended.context.answers == 1
+
+
+@pytest.mark.parametrize(
+    ("template", "prompts"),
+    [
+        ("{{ messages[-1].content }}", ["ask", "no"]),
+        ("{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}", ["askask", "askaskwrongwrongnono"]),
+    ],
+)
+def test_a_template_that_shows_answers_otherwise_begins_a_sample_at_each(tmp_path, template, prompts):
+    async def workflow(episode):
+        await episode.sample()
+        episode.say("no")
+        await episode.sample()
+
+    world = World(tmp_path, workflow, lambda *_: "wrong", template=template)
+    world.config.rollout.workflow = "multi_turn"
+    check_workflow(world.config)
+    (ended,) = run(world, text="ask")
+    assert [world.tokenizer.decode(sample.prompt) for sample in ended.samples] == prompts
+    assert not world.episodes.failures and [sample.answers for sample in ended.samples] == [1, 1]
 
 
 def test_without_a_template_texts_follow_one_another(tmp_path):
