@@ -61,6 +61,11 @@ class Trajectory(msgspec.Struct, kw_only=True):
     last, which the engine never computed with. Empty without rollout.replay_routes."""
 
     @property
+    def name(self) -> str:
+        """`12` for the first sample of episode 12, `12.1` for the second."""
+        return f"{self.uid}.{self.sample}" if self.sample else str(self.uid)
+
+    @property
     def length(self) -> int:
         return len(self.prompt) + len(self.response)
 

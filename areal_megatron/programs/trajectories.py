@@ -148,7 +148,7 @@ def show(trained: TrainedTrajectory, tokenizer: Tokenizer, colour: str, ratios: 
     t = trained.trajectory
     text = Text()
     text.append(
-        f"trajectory {t.uid}: prompt {t.prompt_id} of epoch {t.epoch}, admitted at version {t.admission_version}, "
+        f"trajectory {t.name}: prompt {t.prompt_id} of epoch {t.epoch}, admitted at version {t.admission_version}, "
         f"trained "
         f"in batch {trained.batch} by version {trained.version} (staleness {trained.staleness})\n"
         f"reward {t.reward:g}, {len(t.prompt)} + {len(t.response)} tokens, {int(t.loss_mask.sum())} of them trained"
@@ -178,7 +178,7 @@ def _legend(t: Trajectory, colour: str, ratios: np.ndarray | None) -> Text:
 def described(trained: TrainedTrajectory, tokenizer: Tokenizer, ratios: np.ndarray | None) -> dict[str, object]:
     """Returns a trajectory as an object for JSON."""
     t = trained.trajectory
-    names = ("uid", "epoch", "prompt_id", "admission_version", "reward", "correct", "truncated")
+    names = ("uid", "sample", "epoch", "prompt_id", "admission_version", "reward", "correct", "truncated")
     found = {name: getattr(t, name) for name in names}
     found |= {"batch": trained.batch, "version": trained.version, "staleness": trained.staleness}
     found |= {"prompt": tokenizer.decode(t.prompt.tolist()), "response": tokenizer.decode(t.response.tolist())}
@@ -202,7 +202,7 @@ def print_table(found: Iterator[TrainedTrajectory], tokenizer: Tokenizer, width:
         known = sorted({*t.versions.tolist()}) or [t.admission_version]
         versions = f"{known[0]}–{known[-1]}" if len(known) > 1 else f"{known[0]}"
         line = COLUMNS.format(
-            t.uid,
+            t.name,
             trained.version,
             f"{t.epoch}:{t.prompt_id}",
             f"{t.reward:g}",

@@ -13,7 +13,7 @@ from areal_megatron.config import Config, ConfigError
 from areal_megatron.data.dumps import dumped, read
 from areal_megatron.data.pieces import pieces
 from areal_megatron.data.tokenizer import Tokenizer
-from areal_megatron.data.trajectory import decoder
+from areal_megatron.data.trajectory import Trajectory, decoder
 from areal_megatron.hub import hub
 from areal_megatron.run.folder import Run
 
@@ -29,6 +29,7 @@ class ShownTrajectory(msgspec.Struct, kw_only=True):
     """What is shown of a Trajectory: routes of experts alone may take gigabytes of a batch."""
 
     uid: int
+    sample: int = 0
     epoch: int
     prompt_id: int
     admission_version: int
@@ -40,6 +41,8 @@ class ShownTrajectory(msgspec.Struct, kw_only=True):
     truncated: bool
     correct: bool = False
     failed: bool = False
+
+    name = Trajectory.name
 
 
 class ShownDump(msgspec.Struct, kw_only=True):
@@ -102,6 +105,7 @@ class Browser:
         counts = sorted(Counter(t.versions.tolist()).items())
         return _row(index, t, dump.version, tokenizer) | {
             "batch": batch,
+            "episode": [[other, one.name] for other, one in enumerate(dump.trajectories) if one.uid == t.uid],
             "trained": dump.version,
             "prompt": tokenizer.decode(t.prompt[:PAGE_TOKENS].tolist(), special=True),
             "prompt_tokens": len(t.prompt),
@@ -132,7 +136,7 @@ def _row(index: int, t: ShownTrajectory, trained: int, tokenizer: Tokenizer) -> 
     excerpt = tokenizer.decode(t.response[:_EXCERPT].tolist())
     return {
         "index": index,
-        "uid": t.uid,
+        "uid": t.name,
         "epoch": t.epoch,
         "row": t.prompt_id,
         "reward": None if t.failed else t.reward,

@@ -488,6 +488,12 @@ async function showTrajectory(batch, index, from = 0) {
   if (found.note) return complain(found.note);
   opened = { batch, index, next: found.next };
   set("trajectory-of", `Trajectory ${found.uid}`);
+  by("episode").hidden = found.episode.length < 2;
+  by("episode").replaceChildren(`The episode has ${found.episode.length} samples:`, ...found.episode.map(([other, name]) => {
+    const button = make("button", { type: "button", disabled: other === index }, name);
+    button.addEventListener("click", () => showTrajectory(batch, other).catch(failed));
+    return button;
+  }));
   set("figures-of", `prompt ${found.epoch}:${found.row} · reward ${reward(found)} · ${found.correct ? "right" : "not right"}` +
     ` · ${found.tokens.toLocaleString("en")} tokens${found.truncated ? ", cut off" : ""} · staleness ${found.staleness} · trained to version ${found.trained + 1}`);
   set("prompt", found.prompt);

@@ -87,6 +87,7 @@ def make(tmp_path, model, updates=12, name="run"):  # noqa: F811
         own[1] = answer(tokenizer, 100 * number + 1, "abcd", versions=versions, loss_mask=mask, correct=True)
         own[2] = answer(tokenizer, 100 * number + 2, "x" * 5000, truncated=True)
         own[3] = answer(tokenizer, 100 * number + 3, HOSTILE, prompt=own[0].response)
+        own[6] = answer(tokenizer, 100 * number + 5, "its second sample", sample=1, reward=3.0)
         write(Dump(number=number, version=number, trajectories=own), run.trajectories)
     places = [Process("controller", "controller", 0, "a1", ())]
     places += [Process("trainer-0", "trainer", 0, "a1", (Slot("a1", 0),))]
@@ -356,6 +357,12 @@ def test_it_is_readable_and_what_models_say_stays_text(tmp_path, model, browser,
         assert page.value("document.getElementById('prompt').textContent") == f"answer 0 {HOSTILE}<eos>"
         assert page.value("typeof window.hacked") == "undefined"
         assert page.value("document.querySelectorAll('main script, main img').length") == 0
+        assert page.value("document.getElementById('episode').hidden")
+        page.value("document.querySelectorAll('#rows tr.entry')[5].click()")
+        page.wait("document.querySelectorAll('#episode button').length === 2")
+        page.value("document.querySelectorAll('#episode button')[1].click()")
+        page.wait("document.getElementById('answer').textContent.includes('its second sample')")
+        assert page.value("document.getElementById('trajectory-of').textContent") == "Trajectory 105.1"
         page.value("document.querySelectorAll('#rows tr.entry')[1].click()")
         page.wait("document.querySelectorAll('#answer span').length === 2")
         kinds = page.value("[...document.querySelectorAll('#answer span')].map(part => part.className)")
