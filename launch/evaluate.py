@@ -38,7 +38,7 @@ from areal_megatron.config import (
     config_file,
 )
 from areal_megatron.controller.engine import Engine, connect
-from areal_megatron.controller.environment import Environment
+from areal_megatron.controller.environment import Environment, Environments
 from areal_megatron.data.files import fetch, file_names, records
 from areal_megatron.data.prompts import Prompt, no_problems, read_prompts
 from areal_megatron.data.tokenizer import Tokenizer
@@ -63,14 +63,12 @@ from areal_megatron.process.shown import guard
 from areal_megatron.reward.answers import problem_with_answers
 from areal_megatron.reward.function import BUILT_IN, load_function
 from areal_megatron.reward.trial import try_rewards
-from areal_megatron.reward.workers import RewardWorkers, default_count
+from areal_megatron.reward.workers import default_count
 from areal_megatron.run import descriptors
 from areal_megatron.run.arguments import Parser
 from areal_megatron.run.folder import Run, RunError, engine_name
 from areal_megatron.workflows.episode import EpisodeSpec
-from areal_megatron.workflows.runner import runner_of
 from areal_megatron.workflows.sampling import Decoding, Sampling, sampling_seed
-from areal_megatron.workflows.scoring import Scorer
 from areal_megatron.workflows.trial import try_workflows
 from areal_megatron.workflows.workflow import check_workflow
 
@@ -186,31 +184,26 @@ class OfflineEvaluation:
     async def run(self, child: Child, run: Run, folder: Folder) -> None:
         """Runs until every answer is in the folder. Raises EngineError, RunError or ConfigError."""
         log_file = folder.path / "rewards.log"
-        workers = [RewardWorkers(kind.reward, self.config.model.path, output=log_file) for kind in self.kinds]
-        environments = []
+        environments = Environments(self.kinds, output=log_file)
         try:
-            await asyncio.gather(*(pool.start() for pool in workers))
-            for kind, pool in zip(self.kinds, workers, strict=True):
-                scorer = Scorer(kind.reward, pool, kind.rollout.max_new_tokens)
-                environments.append(Environment(kind, scorer, runner_of(kind, self.tokenizer, scorer)))
+            await environments.start()
             async with asyncio.TaskGroup() as group:
                 background = [group.create_task(watch(child))]
                 async with serving(self.config, run) as engine:
                     silent_s, stuck_s = self.config.rollout.silence_s, self.config.machine.peer_timeout_s
                     background.append(group.create_task(engine.watch(stuck_s, silent_s)))
                     background.append(group.create_task(_progress(engine, folder, self.n * len(self.prompts))))
-                    await self._ask(engine, environments, folder)
+                    await self._ask(engine, environments.all, folder)
                     for task in background:
                         task.cancel()
         finally:
-            await asyncio.gather(*(own.runner.close() for own in environments))
-            await asyncio.gather(*(pool.close() for pool in workers))
-        self._tell_rewards(workers, log_file)
+            await environments.close()
+        self._tell_rewards(environments, log_file)
 
-    def _tell_rewards(self, workers: Sequence[RewardWorkers], log_file: Path) -> None:
-        if refused := sum(pool.refused for pool in workers):
+    def _tell_rewards(self, environments: Environments, log_file: Path) -> None:
+        if refused := environments.refused:
             _say(f"{refused} answers were not worked out, or several at once, and count as wrong (docs/rewards.md)")
-        if failed := sum(pool.failures for pool in workers):
+        if failed := environments.failures:
             _say(
                 f"warning: the rewards of {failed} answers failed, the first ones are named above, what they print is "
                 f"in {log_file}: they are left out; the same command with the same --out asks for them again"

@@ -388,6 +388,9 @@ class RolloutConfig:
     prompt that the chat template makes for it. `concat`: the longest conversations, in which what the template would
     drop from earlier answers stays. `auto`: as long as the template shows what was sampled as it was, the conversation
     goes on; where it does not, another sample begins."""
+    workflow_workers: int = key(0, at_least=0, at_most=1024)
+    """Processes that run the episodes of workflows, many at a time each. 0: a quarter of the cores that the controller
+    may use, 1 to 32."""
     workflow_timeout_s: float = key(600.0, above=0)
     """Idle limit of a workflow: the longest time, in seconds, that it may neither ask the model nor end."""
     workflow_environment: str = ""

@@ -121,7 +121,7 @@ class Controller:
         self.timeline = Timeline(run.timeline(CONTROLLER), CONTROLLER)
         self.metrics, self.status = MetricsWriter(run), StatusWriter(run)
         self.answers = AnswersWriter(run, self.metrics)
-        self.environments = Environments(config, tokenizer, run)
+        self.environments = Environments(config.by_environment(), run)
         self.changed = Changed()
         self.fleet = Fleet(config, run, self.hf_config, self.schedule, self.changed, events=self)
         self.sampler = Sampler(

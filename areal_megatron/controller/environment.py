@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from areal_megatron.config import Config
-from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.reward.workers import RewardWorkers
 from areal_megatron.run.folder import Run
-from areal_megatron.workflows.runner import EpisodeRunner, runner_of
 from areal_megatron.workflows.scoring import Scorer
 from areal_megatron.workflows.single_turn import SingleTurn
+from areal_megatron.workflows.workers import EpisodeWorkers, WorkflowRunner
+from areal_megatron.workflows.workflow import SINGLE_TURN
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,7 @@ class Environment:
     config: Config
     """The run's, as a run with this environment alone has it."""
     scorer: Scorer
-    runner: SingleTurn | EpisodeRunner
+    runner: SingleTurn | WorkflowRunner
     """Runs its workflow."""
 
     def fits(self, tokens: int) -> bool:
@@ -31,30 +33,37 @@ class Environment:
 
 
 class Environments:
-    """All of a run, with their reward workers; those with equal rewards share them."""
+    """All of a run, with their reward workers; those with equal rewards share them. Workflows share their workers."""
 
-    def __init__(self, config: Config, tokenizer: Tokenizer, run: Run):
+    def __init__(self, configs: Sequence[Config], run: Run | None = None, output: Path | None = None):
+        """`configs`: one for each environment; `run`: that whose reward engines score, if they do. What rewards and
+        workflows print is appended to the file `output`; None: it goes to stderr."""
         self.all: list[Environment] = []
         self._workers: list[RewardWorkers] = []
-        configs = config.by_environment()
+        has_workflows = any(own.rollout.workflow != SINGLE_TURN for own in configs)
+        self._episodes = EpisodeWorkers(configs, output) if has_workflows else None
         for number, own in enumerate(configs):
             same = next((k for k in range(number) if configs[k].reward == own.reward), None)
             if same is None:
-                workers = RewardWorkers(own.reward, config.model.path, run=run.folder)
+                workers = RewardWorkers(own.reward, own.model.path, run.folder if run else "", output)
             else:
                 workers = self.all[same].scorer.workers
             scorer = Scorer(own.reward, workers, own.rollout.max_new_tokens)
-            self.all.append(Environment(own, scorer, runner_of(own, tokenizer, scorer)))
+            is_single = own.rollout.workflow == SINGLE_TURN
+            runner = SingleTurn(scorer) if is_single else WorkflowRunner(self._episodes, scorer)
+            self.all.append(Environment(own, scorer, runner))
             self._workers += [workers] if same is None else []
 
     async def start(self) -> None:
-        """Starts the reward workers. Raises ConfigError if a reward function cannot be loaded."""
-        await asyncio.gather(*(workers.start() for workers in self._workers))
+        """Starts the workers. Raises ConfigError if a reward function or a workflow cannot be loaded."""
+        await asyncio.gather(*(workers.start() for workers in self._pools))
 
     async def close(self) -> None:
-        for environment in self.all:
-            await environment.runner.close()
-        await asyncio.gather(*(workers.close() for workers in self._workers))
+        await asyncio.gather(*(workers.close() for workers in self._pools))
+
+    @property
+    def _pools(self) -> list[RewardWorkers | EpisodeWorkers]:
+        return [*self._workers, *filter(None, [self._episodes])]
 
     @property
     def failures(self) -> int:
@@ -75,8 +84,7 @@ class Environments:
         last `elapsed` seconds, by the names of the metrics."""
         counted = Counter(reward_failures=self.failures, answers_refused=self.refused)
         counted["reward_retries"] = sum(workers.retries for workers in self._workers)
-        for environment in self.all:
-            for name, count in environment.runner.account().items():
-                counted[name] += count
+        if self._episodes:
+            counted.update(self._episodes.account())
         worked_s = max(workers.take_worked() for workers in self._workers)
         return dict(counted) | {"reward_busy_share": min(1.0, worked_s / elapsed)}

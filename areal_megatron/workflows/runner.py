@@ -1,4 +1,4 @@
-"""Runs the config's workflow: the episodes of a group, each isolated from what the workflow does in the others."""
+"""Runs a workflow's episodes, each isolated from what the workflow does in the others; in a worker process."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ from areal_megatron.workflows.episode import Episode, EpisodeOver, EpisodeSpec, 
 from areal_megatron.workflows.openai_endpoint import OpenAIEndpoint
 from areal_megatron.workflows.sampling import Sampling
 from areal_megatron.workflows.scoring import ScoredEpisode, Scorer, of_answers, scores_of
-from areal_megatron.workflows.single_turn import SingleTurn
 from areal_megatron.workflows.transcript import trained_once
-from areal_megatron.workflows.workflow import KEY, Workflow, load_workflow
+from areal_megatron.workflows.workflow import KEY, Workflow
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +44,11 @@ class EpisodeRunner:
     resumes = False
     """Whether answers that were interrupted can be continued."""
 
-    def __init__(self, config: Config, workflow: Workflow, tokenizer: Tokenizer, scorer: Scorer):
+    def __init__(
+        self, config: Config, workflow: Workflow, tokenizer: Tokenizer, scorer: Scorer, patience: int | None = None
+    ):
+        """`patience`: how many tries may fail before any has had an answer; by default those of a batch."""
+        self._patience = config.batch_size if patience is None else patience
         self._config, self._workflow, self._scorer, self._tokenizer = config, workflow, scorer, tokenizer
         self._endpoint = OpenAIEndpoint(tokenizer)
         self._resources = RunResources(config, tokenizer, scorer, self._endpoint.serve, workflow.turns)
@@ -162,22 +165,16 @@ class EpisodeRunner:
         if worth_a_line(self._failed_tries):
             log.warning("workflow failure %d, prompt %d: %s", self._failed_tries, prompt.id, problem)
         self._failures_without_answer += not answered
-        if self._failures_without_answer >= self._config.batch_size and not self._answered:
+        if self._failures_without_answer >= self._patience and not self._answered:
             raise ConfigError(
                 f"{KEY}: none of the first {self._failures_without_answer} episodes got an answer of the model; of the "
                 f"last one: {problem}"
             )
 
 
-def runner_of(config: Config, tokenizer: Tokenizer, scorer: Scorer) -> SingleTurn | EpisodeRunner:
-    """Returns what runs the config's workflow. Raises ConfigError."""
-    workflow = load_workflow(config.rollout)
-    return EpisodeRunner(config, workflow, tokenizer, scorer) if workflow else SingleTurn(scorer)
-
-
 async def without_exit(running) -> float | None:
     """Returns what a workflow returns. Raises what it raises, and RuntimeError if it calls `exit`."""
     try:
         return await running
-    except SystemExit as e:  # would end the controller
+    except SystemExit as e:  # would end the process
         raise RuntimeError(f"it called exit({e.code})") from None

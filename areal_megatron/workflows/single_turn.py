@@ -24,7 +24,7 @@ class AnswersInterrupted(Exception):
 
 
 class SingleTurn:
-    """Runs the single-turn workflow, as EpisodeRunner runs the others.
+    """Runs the single-turn workflow, as WorkflowRunner runs the others.
 
     Example:
 
@@ -39,12 +39,6 @@ class SingleTurn:
 
     def __init__(self, scorer: Scorer):
         self._scorer = scorer
-
-    def account(self) -> dict[str, int]:
-        """Returns no metrics: there are none of this workflow alone."""
-        return {}
-
-    async def close(self) -> None: ...
 
     async def sample(
         self, sampling: Sampling, spec: EpisodeSpec, n: int, interrupted: Sequence[Completion] = ()

@@ -10,7 +10,6 @@ from functools import cache
 from areal_megatron.reward import sandbox
 from areal_megatron.reward.code import last_program
 from areal_megatron.reward.sandbox import Limits, ProgramResult
-from areal_megatron.reward.workers import default_count
 from areal_megatron.workflows.episode import Episode
 
 LIMITS = Limits(wall_s=5.0)
@@ -33,7 +32,7 @@ async def run(episode: Episode, program_of: Callable[[str], str | None] = last_p
 
 
 async def run_program(program: str) -> ProgramResult:
-    """Runs a program in the sandbox, off the event loop; at most as many at a time as there are reward workers."""
+    """Runs a program in the sandbox, off the event loop; one at a time in each worker process."""
     return await asyncio.get_running_loop().run_in_executor(_threads(), sandbox.run, program, "", LIMITS)
 
 
@@ -49,4 +48,4 @@ def described(outcome: ProgramResult) -> str:
 
 @cache
 def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(default_count(), thread_name_prefix="tool")
+    return ThreadPoolExecutor(1, thread_name_prefix="tool")

@@ -80,7 +80,7 @@ def _try(config: Config, prompt: Prompt, say: Callable[[str], None]) -> None:
         found = TrialFound("it held up its process")
     else:
         is_mistake = not done.stdout
-        ended = f"it ended its process with code {done.returncode}, as it would end the controller"
+        ended = f"it ended its process with code {done.returncode}, as it would end those of the run"
         found = TrialFound(ended) if is_mistake else msgspec.json.decode(done.stdout, type=TrialFound)
     if found.problem:
         where = f" ({found.bug})" if found.bug else ""

@@ -28,7 +28,6 @@ from areal_megatron.observe.estimates import estimate, figures, pass_at_k
 from areal_megatron.observe.evaluation_folder import Folder, Sampled, files_digest
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.run.folder import Run
-from areal_megatron.workflows.runner import runner_of
 from areal_megatron.workflows.sampling import Decoding
 from areal_megatron.workflows.scoring import Score
 from areal_megatron.workflows.single_turn import SingleTurn
@@ -396,7 +395,7 @@ def test_a_run_is_evaluated_as_it_evaluates_itself(world, tmp_path, workflow):
     apart, inside = Seeded(), Seeded()
 
     async def both(folder):
-        environments = Environments(config, evaluation.tokenizer, Run(run))
+        environments = Environments(config.by_environment(), Run(run))
         await environments.start()
         engine = Engine(0, inside, Timeline(tmp_path / "timeline", "x"), Changed())
         sampler = Sampler(
@@ -410,10 +409,7 @@ def test_a_run_is_evaluated_as_it_evaluates_itself(world, tmp_path, workflow):
         prompts = read_prompts(config, "eval", evaluation.tokenizer)
         try:
             found = await Evaluation(config, sampler, prompts, Changed(), str, Kept()).run(0)
-            (own,) = evaluation.kinds
-            scorer = environments.all[0].scorer
-            kinds = [Environment(own, scorer, runner_of(own, evaluation.tokenizer, scorer))]
-            await evaluation._ask(Engine(0, apart, None), kinds, folder)
+            await evaluation._ask(Engine(0, apart, None), environments.all, folder)
         finally:
             await environments.close()
         return found

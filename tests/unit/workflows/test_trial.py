@@ -97,7 +97,7 @@ def test_mistakes_end_the_launch_and_doubts_are_told(world):
     assert said == [] and refused.startswith("rollout.workflow: flows:matches fails for ") and "\n" not in refused
     assert f"{MISTAKES['matches']} (" in refused and f"flows.py:{line})" in refused
     said, refused = tried(world, "dies")
-    assert said == [] and "it ended its process with code 3, as it would end the controller" in refused
+    assert said == [] and "it ended its process with code 3, as it would end those of the run" in refused
     (told,), refused = tried(world, "parses")
     assert refused == "" and told.startswith("warning: rollout.workflow: flows:parses fails for ")
 

@@ -1,0 +1,299 @@
+"""A process that runs episodes of workflows: `python -m areal_megatron.workflows.worker`. Started by workers.py.
+
+A frame on stdin or stdout is four bytes of length and a msgpack message. The first one that it reads is Begin, the
+first that it writes Ready. Its episodes ask the controller for answers of engines and for scores. What workflows print
+goes to stderr.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import itertools
+import logging
+import os
+import signal
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from areal_megatron.config import Config, ConfigError
+from areal_megatron.data.tokenizer import Tokenizer
+from areal_megatron.data.trajectory import decoder, encoder
+from areal_megatron.engine.client import Completion
+from areal_megatron.process.shown import guard
+from areal_megatron.reward.worker import HEADER, Answer, Scored
+from areal_megatron.run.folder import RunError
+from areal_megatron.workflows.episode import EpisodeSpec
+from areal_megatron.workflows.runner import EpisodeRunner
+from areal_megatron.workflows.sampling import INTERRUPTED, Sampling
+from areal_megatron.workflows.scoring import ScoredEpisode, Scorer
+from areal_megatron.workflows.workflow import load_workflow
+
+_episode: ContextVar[int] = ContextVar("episode")
+"""The number of the episode that the running task belongs to."""
+
+
+class Begin(msgspec.Struct, tag=True):
+    """What all episodes have in common."""
+
+    configs: list[Config]
+    """One for each environment."""
+    workers: int
+    """The number of workers of the run."""
+
+
+class Ready(msgspec.Struct, tag=True):
+    """The worker's first message."""
+
+    problem: str = ""
+    """Why the workflows or the tokenizer cannot be loaded; empty: the worker is ready."""
+
+
+class RunEpisode(msgspec.Struct, tag=True):
+    number: int
+    """Names the episode in further messages."""
+    spec: EpisodeSpec
+
+
+class Cancel(msgspec.Struct, tag=True):
+    """Nobody waits for the episode any more."""
+
+    number: int
+
+
+class Ping(msgspec.Struct, tag=True):
+    """Answered with Pong at once, unless a workflow holds up the event loop."""
+
+
+class Pong(msgspec.Struct, tag=True):
+    pass
+
+
+class Ask(msgspec.Struct, tag=True):
+    """An episode asks the engine for an answer, as GenerationRequest does. Answered with Sampled."""
+
+    number: int
+    call: int
+    """Names the call in its answer."""
+    tokens: np.ndarray
+    """int32 [n]"""
+    max_tokens: int
+    stop_tokens: list[int]
+    request_id: str
+    seed: int
+    routes_from: int
+
+
+class Sampled(msgspec.Struct, tag=True):
+    call: int
+    completion: Completion
+
+
+class Judge(msgspec.Struct, tag=True):
+    """An episode asks for the score of its last answer. Answered with Judged."""
+
+    number: int
+    call: int
+    response: str
+    cut: bool
+
+
+class Judged(msgspec.Struct, tag=True):
+    call: int
+    scored: Scored
+
+
+class Ended(msgspec.Struct, tag=True):
+    """What an episode has come to; None: it was interrupted."""
+
+    number: int
+    episode: ScoredEpisode | None
+    account: dict[str, int]
+    """Counts of this worker since it began, by the names of the metrics."""
+
+
+class Failed(msgspec.Struct, tag=True):
+    """The run is to end."""
+
+    number: int
+    problem: str
+    by_config: bool
+    """Whether the config is at fault."""
+
+
+ToWorker = Begin | RunEpisode | Cancel | Ping | Sampled | Judged
+FromWorker = Ready | Pong | Ask | Judge | Ended | Failed
+
+
+class Frames:
+    """Messages over a pair of streams."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, kind: Any):
+        """`kind`: the messages that are read."""
+        self._reader, self._writer = reader, writer
+        self._encode, self._decode = encoder().encode, decoder(kind).decode
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Raises what encoding does, and ConnectionError where the other end is gone."""
+        frame = self._encode(message)
+        self._writer.write(HEADER.pack(len(frame)) + frame)
+
+    async def receive(self) -> Any:
+        """Returns the next message. Raises IncompleteReadError or OSError at the end of the stream."""
+        (length,) = HEADER.unpack(await self._reader.readexactly(HEADER.size))
+        return self._decode(await self._reader.readexactly(length))
+
+
+class _Calls:
+    """The calls to the controller that wait for their answers."""
+
+    def __init__(self, frames: Frames):
+        self._frames, self._numbers = frames, itertools.count()
+        self._waiting: dict[int, asyncio.Future] = {}
+
+    async def ask(self, message: Ask | Judge) -> Any:
+        message.call = next(self._numbers)
+        answer = self._waiting[message.call] = asyncio.get_running_loop().create_future()
+        try:
+            self._frames.send(message)
+            return await answer
+        finally:
+            del self._waiting[message.call]
+
+    def answer(self, call: int, value: Any) -> None:
+        if call in self._waiting and not self._waiting[call].done():
+            self._waiting[call].set_result(value)
+
+
+class _Client:
+    """In the place of an engine's client, for one episode: the controller asks the engine."""
+
+    name = "the controller"
+
+    def __init__(self, calls: _Calls, number: int):
+        self._calls, self._number = calls, number
+        self.interrupted = False
+
+    async def generate(
+        self,
+        prompt: Sequence[int],
+        *,
+        max_tokens: int,
+        stop_tokens: list[int],
+        request_id: str,
+        seed: int,
+        routes_from: int | None,
+        **_: Any,
+    ) -> list[Completion]:
+        tokens = np.array(prompt, np.int32)
+        asked = Ask(self._number, 0, tokens, max_tokens, stop_tokens, request_id, seed, routes_from or 0)
+        completion = await self._calls.ask(asked)
+        self.interrupted |= completion.finish_reason == INTERRUPTED
+        return [completion]
+
+
+class _Judge:
+    """In the place of reward workers, which are the controller's."""
+
+    def __init__(self, calls: _Calls):
+        self._calls = calls
+
+    async def judge(self, answers: Sequence[Answer]) -> list[Scored]:
+        asked = [Judge(_episode.get(), 0, answer.response, answer.cut) for answer in answers]
+        return [await self._calls.ask(message) for message in asked]
+
+
+class Worker:
+    """Runs the episodes that the controller asks for, as many at a time as it likes."""
+
+    def __init__(self, begin: Begin, frames: Frames):
+        """Raises ConfigError if a workflow or the tokenizer cannot be loaded."""
+        self._frames, self._calls, self._configs = frames, _Calls(frames), begin.configs
+        self._tokenizer = Tokenizer(begin.configs[0].model.path)
+        self._runners: list[EpisodeRunner | None] = []
+        for own in begin.configs:
+            scorer = Scorer(own.reward, _Judge(self._calls), own.rollout.max_new_tokens)
+            workflow, share = load_workflow(own.rollout), -(-own.batch_size // begin.workers)
+            runner = EpisodeRunner(own, workflow, self._tokenizer, scorer, share) if workflow else None
+            self._runners.append(runner)
+        self._tasks: dict[int, asyncio.Task] = {}
+
+    async def run(self) -> None:
+        """Runs until the controller closes the stream."""
+        while True:
+            match await self._frames.receive():
+                case RunEpisode() as asked:
+                    task = self._tasks[asked.number] = asyncio.ensure_future(self._episode(asked))
+                    task.add_done_callback(lambda _, number=asked.number: self._tasks.pop(number))
+                case Cancel(number):
+                    if number in self._tasks:
+                        self._tasks[number].cancel()
+                case Ping():
+                    self._frames.send(Pong())
+                case Sampled(call, completion):
+                    self._calls.answer(call, completion)
+                case Judged(call, scored):
+                    self._calls.answer(call, scored)
+
+    async def _episode(self, asked: RunEpisode) -> None:
+        _episode.set(asked.number)
+        number, environment = asked.number, asked.spec.prompt.environment
+        client = _Client(self._calls, number)
+        rollout, stop_tokens = self._configs[environment].rollout, self._tokenizer.stop_tokens
+        sampling = Sampling(client, rollout, stop_tokens, None, may_interrupt=lambda: client.interrupted)
+        try:
+            found = await self._runners[environment].sample(sampling, asked.spec, 1)
+        except (ConfigError, RunError) as e:
+            self._frames.send(Failed(number, str(e), isinstance(e, ConfigError)))
+            return
+        account = Counter()
+        for runner in filter(None, self._runners):
+            account.update(runner.account())
+        self._frames.send(Ended(number, found[0] if found else None, dict(account)))
+
+
+async def serve() -> None:
+    """Runs a worker on stdin and stdout."""
+    loop, reader = asyncio.get_running_loop(), asyncio.StreamReader()
+    output = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(os.dup(0), "rb"))
+    with open(os.devnull, "rb") as nothing:  # a workflow that asks the user gets an EOFError
+        os.dup2(nothing.fileno(), 0)
+    transport, protocol = await loop.connect_write_pipe(asyncio.streams.FlowControlMixin, output)
+    frames = Frames(reader, asyncio.StreamWriter(transport, protocol, None, loop), ToWorker)
+    begin = await frames.receive()
+    try:
+        worker = Worker(begin, frames)
+    except ConfigError as e:
+        frames.send(Ready(str(e)))
+        await asyncio.sleep(0)
+        transport.close()
+        return
+    frames.send(Ready())
+    await worker.run()
+
+
+def main() -> None:
+    guard()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    if sys.platform == "linux":
+        # one that is stuck in the user's code would not notice that its controller died
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+        # out of memory, the kernel ends workers before the controller, which replaces them
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="utf-8")
+    try:
+        asyncio.run(serve())
+    except (asyncio.IncompleteReadError, OSError):  # the controller has closed the stream, or is gone
+        os._exit(0)  # threads of the workflows may go on
+
+
+if __name__ == "__main__":
+    main()

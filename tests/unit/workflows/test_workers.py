@@ -1,0 +1,231 @@
+"""Episodes in worker processes: the same as in this one, whatever workflows compute and however they end."""
+
+import asyncio
+import os
+import signal
+import sys
+import textwrap
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from areal_megatron.config import ConfigError
+from areal_megatron.engine.client import Completion, EngineError
+from areal_megatron.workflows import multi_turn
+from areal_megatron.workflows.episode import EpisodeSpec
+from areal_megatron.workflows.sampling import Sampling
+from areal_megatron.workflows.workers import EpisodeWorkers, WorkflowRunner
+from tests.support.chat_world import FORGETTING, World
+
+MODULE = textwrap.dedent("""
+    import asyncio, os, pathlib, time
+
+    async def talk(episode):
+        await episode.sample()
+        episode.say("go on")
+        await episode.sample()
+        return [0.5, 0.5]
+
+    async def fails(episode):
+        await episode.sample()
+        raise ValueError("broken")
+
+    async def dies_once(episode):
+        text = await episode.sample()
+        try:
+            pathlib.Path("died").touch(exist_ok=False)
+        except FileExistsError:
+            return 1.0
+        os._exit(7)
+
+    async def dies(episode):
+        os._exit(7)
+
+    async def holds_up(episode):
+        await episode.sample()
+        time.sleep(3600)
+
+    async def computes(episode):
+        end = time.monotonic() + 1
+        while time.monotonic() < end:
+            pass
+        await episode.sample()
+        return 1.0
+
+    async def slow(episode):
+        try:
+            await episode.sample()
+            pathlib.Path("began").touch()
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            pathlib.Path("cancelled").touch()
+            raise
+""")
+
+
+class Pool:
+    """A world whose workflow is the name of a function of the module above, or a workflow of the package."""
+
+    def __init__(self, folder, monkeypatch, workflow, answer=None, workers=1, **settings):
+        (folder / "talking.py").write_text(MODULE)
+        monkeypatch.chdir(folder)
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), *sys.path]))
+        answer = answer or (lambda _, number: f"<think>x</think>a{number}")
+        self.world = World(folder / "model", None, answer, template=FORGETTING, **settings)
+        rollout = self.world.config.rollout
+        rollout.workflow = workflow if workflow == "multi_turn" else f"talking:{workflow}"
+        rollout.turns, rollout.workflow_workers = 3, workers
+        self.world.config.reward.retry_s = 0.0
+        self.workers = EpisodeWorkers([self.world.config])
+        self.runner = WorkflowRunner(self.workers, self.world.scorer)
+
+    async def sample(self, n=2):
+        world = self.world
+        stop = world.tokenizer.stop_tokens
+        sampling = Sampling(world.client, world.config.rollout, stop, None, lambda: world.interrupting)
+        return await self.runner.sample(sampling, EpisodeSpec(world.prompt(), 0, "group-3", 100, "train"), n)
+
+    def run(self, then=None, n=2):
+        """Returns the episodes, and what `then` returns; without it, what was counted."""
+
+        async def live():
+            await self.workers.start()
+            try:
+                found = await (then(self) if then else self.sample(n))
+                return found, self.workers.account()
+            finally:
+                await self.workers.close()
+
+        return asyncio.run(asyncio.wait_for(live(), 120))
+
+
+def same(one, other):
+    assert (one.score, one.numbers, len(one.samples)) == (other.score, other.numbers, len(other.samples))
+    for a, b in zip(one.samples, other.samples, strict=True):
+        assert a.prompt == b.prompt and a.asked == b.asked and a.truncated == b.truncated
+        for name in ("tokens", "logprobs", "versions", "loss_mask", "routes"):
+            np.testing.assert_array_equal(getattr(a, name), getattr(b, name))
+
+
+def test_an_episode_is_the_same_as_in_this_process(tmp_path, monkeypatch):
+    answers = ["wrong", "ab", "right"]
+    pool = Pool(tmp_path, monkeypatch, "multi_turn", lambda _, number: answers[number])
+    (found,), counts = pool.run(n=1)
+    here = World(tmp_path / "here", multi_turn.run, lambda _, number: answers[number], template=FORGETTING)
+    (expected,) = asyncio.run(here.sample())
+    same(found, expected)
+    assert pool.world.judge.asked == here.judge.asked == answers and found.score.correct
+    assert [call.prompt for call in pool.world.client.calls] == [call.prompt for call in here.client.calls]
+    assert [call.seed for call in pool.world.client.calls] == [call.seed for call in here.client.calls]
+    assert counts == {"workflow_failures": 0, "refused_calls": 0, "workflow_deaths": 0}
+
+
+def test_samples_and_rewards_of_answers_come_back(tmp_path, monkeypatch):
+    found, _ = Pool(tmp_path, monkeypatch, "talk").run(n=3)
+    assert [len(one.samples) for one in found] == [2, 2, 2] and {one.score.of_answers for one in found} == {(5.0, 0.0)}
+    assert [one.returns(1.0)[0][0][1] for one in found] == [5.0] * 3
+
+
+def test_what_fails_is_counted(tmp_path, monkeypatch):
+    found, counts = Pool(tmp_path, monkeypatch, "fails").run()
+    assert all(one.score.failure == "ValueError: broken" and not one.score.trained for one in found)
+    assert counts["workflow_failures"] == 2
+
+
+def test_a_worker_that_dies_costs_its_episodes_a_retry(tmp_path, monkeypatch):
+    pool = Pool(tmp_path, monkeypatch, "dies_once")
+    found, counts = pool.run()
+    assert all(one.score.correct for one in found) and (tmp_path / "died").exists()
+    assert counts["workflow_deaths"] == 1 and not counts["workflow_failures"]
+
+
+def test_an_episode_that_ends_every_worker_has_failed(tmp_path, monkeypatch):
+    ((found,), counts) = Pool(tmp_path, monkeypatch, "dies").run(n=1)
+    assert found.score.failure == "a workflow ended its process with code 7" and not found.score.trained
+    assert found.length == 1 and not found.answers
+    assert counts["workflow_deaths"] == 3 and counts["workflow_failures"] == 1
+
+
+def test_a_workflow_that_holds_up_its_process_is_ended(tmp_path, monkeypatch):
+    ((found,), counts) = Pool(tmp_path, monkeypatch, "holds_up", timeout_s=0.5).run(n=1)
+    assert "held up its process for rollout.workflow_timeout_s=0.5 s" in found.score.failure
+    assert counts["workflow_deaths"] == 3
+
+
+def test_what_a_workflow_computes_holds_up_nobody_here(tmp_path, monkeypatch):
+    async def then(pool):
+        sampling, late = asyncio.ensure_future(pool.sample(4)), []
+        while not sampling.done():
+            before = time.monotonic()
+            await asyncio.sleep(0.01)
+            late.append(time.monotonic() - before)
+        return await sampling, sum(one > 0.9 for one in late)
+
+    (found, held_up), _ = Pool(tmp_path, monkeypatch, "computes").run(then)
+    assert all(one.score.correct for one in found) and not held_up
+
+
+def test_an_engine_that_fails_for_good_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr("areal_megatron.workflows.sampling._RETRY_S", 0.0)
+    pool = Pool(tmp_path, monkeypatch, "talk", lambda *_: EngineError("it is gone"))
+    with pytest.raises(EngineError, match="it is gone"):
+        pool.run()
+
+
+def test_what_is_interrupted_ends_without_a_result_and_asks_nothing_more(tmp_path, monkeypatch):
+    nothing = np.zeros(0, np.int32)
+    pool = Pool(tmp_path, monkeypatch, "talk", lambda *_: Completion(nothing, nothing.astype("f4"), nothing, "abort"))
+    pool.world.interrupting = True
+    found, counts = pool.run()
+    assert found is None and not pool.world.client.calls and not counts["workflow_failures"]
+
+
+def test_episodes_that_nobody_waits_for_end(tmp_path, monkeypatch):
+    async def then(pool):
+        sampling = asyncio.ensure_future(pool.sample(1))
+        while not (tmp_path / "began").exists():
+            await asyncio.sleep(0.02)
+        sampling.cancel()
+        while not (tmp_path / "cancelled").exists():
+            await asyncio.sleep(0.02)
+        return [len(worker.running) for worker in pool.workers._workers]
+
+    left, counts = Pool(tmp_path, monkeypatch, "slow").run(then)
+    assert left == [0] and counts["workflow_deaths"] == 0
+
+
+def test_workers_that_are_killed_while_idle_are_replaced(tmp_path, monkeypatch):
+    async def then(pool):
+        for worker in list(pool.workers._workers):
+            os.kill(worker._process.pid, signal.SIGKILL)
+        while pool.workers.account()["workflow_deaths"] < 2:
+            await asyncio.sleep(0.02)
+        return await pool.sample()
+
+    found, _ = Pool(tmp_path, monkeypatch, "talk", workers=2).run(then)
+    assert all(len(one.samples) == 2 for one in found)
+
+
+def test_a_workflow_that_cannot_be_loaded_is_an_error(tmp_path, monkeypatch):
+    with pytest.raises(ConfigError, match=r"^rollout\.workflow: talking has no function nothing"):
+        Pool(tmp_path, monkeypatch, "nothing").run()
+
+
+def test_workers_end_with_their_controller(tmp_path, monkeypatch):
+    async def then(pool):
+        return [worker._process.pid for worker in pool.workers._workers]
+
+    pids, _ = Pool(tmp_path, monkeypatch, "talk").run(then)
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_rows_that_cannot_be_sent_stay_here(tmp_path, monkeypatch):
+    pool = Pool(tmp_path, monkeypatch, "talk")
+    original = pool.world.prompt
+    pool.world.prompt = lambda: replace(original(), row={"huge": 2**70, "odd": object()})
+    found, _ = pool.run()
+    assert len(found) == 2
