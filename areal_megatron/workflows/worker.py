@@ -1,7 +1,7 @@
 """A process that runs episodes of workflows: `python -m areal_megatron.workflows.worker`. Started by workers.py.
 
 A frame on stdin or stdout is four bytes of length and a msgpack message. The first one that it reads is Begin, the
-first that it writes Ready. Its episodes ask the controller for answers of engines and for scores. What workflows print
+first that it writes Loaded. Its episodes ask the controller for answers of engines and for scores. What workflows print
 goes to stderr.
 """
 
@@ -49,7 +49,7 @@ class Begin(msgspec.Struct, tag=True):
     """The number of workers of the run."""
 
 
-class Ready(msgspec.Struct, tag=True):
+class Loaded(msgspec.Struct, tag=True):
     """The worker's first message."""
 
     problem: str = ""
@@ -77,7 +77,7 @@ class Pong(msgspec.Struct, tag=True):
 
 
 class Ask(msgspec.Struct, tag=True):
-    """An episode asks the engine for an answer, as GenerationRequest does. Answered with Sampled."""
+    """An episode asks the engine for an answer, as GenerationRequest does. Answered with AnswerSampled."""
 
     number: int
     call: int
@@ -91,7 +91,7 @@ class Ask(msgspec.Struct, tag=True):
     routes_from: int
 
 
-class Sampled(msgspec.Struct, tag=True):
+class AnswerSampled(msgspec.Struct, tag=True):
     call: int
     completion: Completion
 
@@ -110,7 +110,7 @@ class Judged(msgspec.Struct, tag=True):
     scored: Scored
 
 
-class Ended(msgspec.Struct, tag=True):
+class EpisodeEnded(msgspec.Struct, tag=True):
     """What an episode has come to; None: it was interrupted."""
 
     number: int
@@ -119,7 +119,7 @@ class Ended(msgspec.Struct, tag=True):
     """Counts of this worker since it began, by the names of the metrics."""
 
 
-class Failed(msgspec.Struct, tag=True):
+class RunFailed(msgspec.Struct, tag=True):
     """The run is to end."""
 
     number: int
@@ -128,8 +128,8 @@ class Failed(msgspec.Struct, tag=True):
     """Whether the config is at fault."""
 
 
-ToWorker = Begin | RunEpisode | Cancel | Ping | Sampled | Judged
-FromWorker = Ready | Pong | Ask | Judge | Ended | Failed
+ToWorker = Begin | RunEpisode | Cancel | Ping | AnswerSampled | Judged
+FromWorker = Loaded | Pong | Ask | Judge | EpisodeEnded | RunFailed
 
 
 class Frames:
@@ -237,7 +237,7 @@ class Worker:
                         self._tasks[number].cancel()
                 case Ping():
                     self._frames.send(Pong())
-                case Sampled(call, completion):
+                case AnswerSampled(call, completion):
                     self._calls.answer(call, completion)
                 case Judged(call, scored):
                     self._calls.answer(call, scored)
@@ -251,12 +251,12 @@ class Worker:
         try:
             found = await self._runners[environment].sample(sampling, asked.spec, 1)
         except (ConfigError, RunError) as e:
-            self._frames.send(Failed(number, str(e), isinstance(e, ConfigError)))
+            self._frames.send(RunFailed(number, str(e), isinstance(e, ConfigError)))
             return
         account = Counter()
         for runner in filter(None, self._runners):
             account.update(runner.account())
-        self._frames.send(Ended(number, found[0] if found else None, dict(account)))
+        self._frames.send(EpisodeEnded(number, found[0] if found else None, dict(account)))
 
 
 async def serve() -> None:
@@ -273,11 +273,11 @@ async def serve() -> None:
     try:
         worker = Worker(begin, frames)
     except ConfigError as e:
-        frames.send(Ready(str(e)))
+        frames.send(Loaded(str(e)))
         await asyncio.sleep(0)
         transport.close()
         return
-    frames.send(Ready())
+    frames.send(Loaded())
     await worker.run()
 
 

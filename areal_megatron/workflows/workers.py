@@ -33,20 +33,20 @@ from areal_megatron.workflows.sampling import INTERRUPTED, GenerationRequest, Sa
 from areal_megatron.workflows.scoring import ScoredEpisode, Scorer
 from areal_megatron.workflows.transcript import Transcript
 from areal_megatron.workflows.worker import (
+    AnswerSampled,
     Ask,
     Begin,
     Cancel,
-    Ended,
-    Failed,
+    EpisodeEnded,
     Frames,
     FromWorker,
     Judge,
     Judged,
+    Loaded,
     Ping,
     Pong,
-    Ready,
     RunEpisode,
-    Sampled,
+    RunFailed,
 )
 from areal_megatron.workflows.workflow import KEY
 
@@ -207,7 +207,7 @@ class _Worker:
         problem = f"a worker of episodes did not load within {_START_TIMEOUT_S:.0f} s; its output is above"
         try:
             worker._frames.send(Begin(list(configs), workers))
-            ready: Ready = await within(_START_TIMEOUT_S, worker._frames.receive())
+            ready: Loaded = await within(_START_TIMEOUT_S, worker._frames.receive())
             problem = ready.problem
         except (TimeoutError, asyncio.IncompleteReadError, ConnectionError):
             pass
@@ -270,14 +270,14 @@ class _Worker:
             self._answered.set()
             return
         running = self.running.get(message.number)
-        if isinstance(message, Ended):
+        if isinstance(message, EpisodeEnded):
             self.account = message.account
         if running is None or running.result.done():  # nobody waits for it any more
             return
         match message:
-            case Ended():
+            case EpisodeEnded():
                 running.result.set_result(message.episode)
-            case Failed():
+            case RunFailed():
                 kind = ConfigError if message.by_config else RunError
                 running.result.set_exception(kind(message.problem))
             case Ask():
@@ -296,16 +296,16 @@ class _Worker:
         running.calls.add(task := asyncio.ensure_future(served()))
         task.add_done_callback(running.calls.discard)
 
-    async def _sample(self, running: _Running, asked: Ask) -> Sampled:
+    async def _sample(self, running: _Running, asked: Ask) -> AnswerSampled:
         tokens = asked.tokens.tolist()
         request = GenerationRequest(
             tokens, asked.max_tokens, asked.stop_tokens, asked.request_id, asked.seed, asked.routes_from
         )
         if running.sampling.may_interrupt():  # nothing more is asked
             nothing = np.zeros(0, np.int32)
-            return Sampled(asked.call, Completion(nothing, nothing.astype(np.float32), nothing, INTERRUPTED))
+            return AnswerSampled(asked.call, Completion(nothing, nothing.astype(np.float32), nothing, INTERRUPTED))
         (completion,) = await generate(running.sampling, request)
-        return Sampled(asked.call, completion)
+        return AnswerSampled(asked.call, completion)
 
     async def _judge(self, running: _Running, asked: Judge) -> Judged:
         return Judged(asked.call, await running.scorer.judge(running.spec.prompt, asked.response, asked.cut))
