@@ -483,8 +483,8 @@ class RewardConfig:
     right: float = key(5.0, at_least=-1e6, at_most=1e6)
     """Reward of a right answer (score 1). Default: the value published with ppo.algorithm."""
     turn_discount: float = key(1.0, at_least=0, at_most=1)
-    """γ between the answers of an episode: what a reward counts for the answer before the one that earned it, and again
-    for each one before that (docs/workflows.md)."""
+    """γ between the answers of an episode: the factor by which a reward counts less with each step back to an earlier
+    answer (docs/workflows.md)."""
     truncated: str = key("incorrect", choices=("incorrect", "masked", "scored", "overlong"))
     """What becomes of an answer cut at max_new_tokens: it counts as wrong, is not trained, or is scored as it is.
     `overlong`: scored as well, and every answer, cut or not, loses up to half of right − wrong within the last fifth
