@@ -27,6 +27,8 @@ from areal_megatron.data.tokenizer import Tokenizer
 _OPENED = re.compile(r"(?:</?[A-Za-z_][\w-]*>\s*)+\Z")
 """Tags with which a template begins the answer."""
 _UNCLOSED = re.compile(r"<([A-Za-z_][\w-]*)>\s*\Z")
+_TAIL = 128
+"""So many characters of a question are looked at for these: searching takes the square of their number."""
 _INLINE = re.compile(r"\s*<think>(.*?)</think>(.*)\Z", re.DOTALL)
 _KEYS = ("reasoning_content", "reasoning", "thinking")
 """Where templates look for the thinking of a message."""
@@ -129,14 +131,15 @@ class ConversationRenderer:
         thinking but that tag.
         """
         thought = self._tokenizer.written(message.get("thinking", "").strip(), hidden)
-        opened = _OPENED.search(asked)
+        tail = max(0, len(asked) - _TAIL)
+        opened, tag = _OPENED.search(asked, tail), _UNCLOSED.search(asked, tail)
         begin = len(asked) if whole.startswith(asked) else opened.start() if opened else -1
         if begin < 0 or not whole.startswith(asked[:begin]):
             raise ConfigError(
                 f"{place} is answered after another text than the chat template shows before it: what the model would "
                 "be trained on is not what it will see"
             )
-        rest, tag = whole[begin:], _UNCLOSED.search(asked)
+        rest = whole[begin:]
         is_missing = bool(tag and thought and self._not_shown(message, rest, hidden))
         if begin == len(asked) and not is_missing:
             return whole, True

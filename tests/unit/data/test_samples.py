@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import time
 
 import numpy as np
 import pytest
@@ -221,6 +222,13 @@ def test_thinking_with_the_words_of_the_answer_is_not_taken_for_it(tmp_path):
     assert rendered(example) == [by_hand(folder, said)]
     with pytest.raises(ConfigError, match=r"rows.jsonl:1: message 2 has thinking, and the chat template has no place"):
         read(tmp_path, folder_of(tmp_path / "model", "llama3.1"), {"messages": [HI, same]})
+
+
+def test_many_tags_in_a_message_take_no_longer_than_other_texts(tmp_path):
+    messages = [{"role": "user", "content": "<a>" * 30_000 + "?"}, {"role": "assistant", "content": "<think>" * 30_000}]
+    begun = time.process_time()
+    read(tmp_path, folder_of(tmp_path / "model", "deepseek"), {"messages": messages})
+    assert time.process_time() - begun < 10
 
 
 def test_thinking_inside_the_content_is_the_messages_thinking(tmp_path):
