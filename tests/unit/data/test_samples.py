@@ -164,20 +164,47 @@ def masks(library, messages, tools=None):
     return found["input_ids"], np.flatnonzero(found["assistant_masks"]).tolist()
 
 
-def chats(seed, thinking=False):
+def chats(seed, thinking=False, begin="a"):
     """Random conversations with texts that tokenizers merge, words that control others, and characters of several
-    bytes."""
+    bytes. Answers begin with `begin`."""
     draw = random.Random(seed)
     pieces = ["is it", " 5", "naïve ∑", "\n\n x", "def f(a):", "a ", "<tool>", "∑", "日本", "user"]
     for _ in range(40):
         messages = [SYSTEM] if draw.random() < 0.5 else []
         for _ in range(draw.randint(1, 4)):
             messages.append({"role": "user", "content": "".join(draw.choices(pieces, k=draw.randint(1, 4)))})
-            said = "a" + "".join(draw.choices(pieces, k=draw.randint(0, 3)))
+            said = begin + "".join([*draw.choices(pieces, k=draw.randint(0, 3)), "a"])
             messages.append({"role": "assistant", "content": said})
             if thinking and draw.random() < 0.7:
                 messages[-1]["reasoning_content"] = "so " + draw.choice(pieces).strip()
         yield messages
+
+
+@pytest.mark.parametrize(("name", "end"), [("qwen3", ""), ("qwen2.5", ""), ("llama3.1", ""), ("glm4.5", "<|user|>")])
+def test_texts_that_merge_over_the_edge_of_an_answer_are_seen_and_said_as_they_are_deployed(tmp_path, name, end):
+    """Each answer follows the tokens of the question that asks for it, and is the rest of the template's text."""
+    folder = folder_of(tmp_path / "model", name)
+    library, ours = reference(folder), Tokenizer(folder)
+    rows = [*chats(5, thinking=name in ("qwen3", "glm4.5"), begin="\n ")]
+    merged = 0
+    for messages, example in zip(rows, read(tmp_path, folder, *({"messages": row} for row in rows)), strict=True):
+        answers = iter(number for number, message in enumerate(messages) if message["role"] == "assistant")
+        for sample in example.samples:
+            tokens, places = sample.tokens, sample.trained
+            edges = np.flatnonzero(np.diff(places, prepend=-9) > 1)
+            for first, last in zip(places[edges], [*places[edges[1:] - 1], places[-1]], strict=True):
+                number = next(answers)
+                asked = library.apply_chat_template(messages[:number], add_generation_prompt=True, tokenize=False)
+                whole = library.apply_chat_template(messages[: number + 1], tokenize=False)
+                before = library(asked, add_special_tokens=False).input_ids
+                if first == places[0]:
+                    assert tokens[:first].tolist() == before
+                assert ours.decode(tokens[:first].tolist(), special=True) == asked
+                said = ours.decode(tokens[first : last + 1].tolist(), special=True)
+                assert said == whole.removeprefix(asked).removesuffix("\n") + end
+                merged += library(whole, add_special_tokens=False).input_ids[: len(before)] != before
+        assert next(answers, None) is None
+    assert merged > 10 or name != "qwen2.5"
 
 
 def test_marks_of_a_template_decide_as_transformers_reads_them(tmp_path):
