@@ -99,6 +99,8 @@ def _row(shown: str, leaf: str, name: str, f: Field, meaning: str) -> str:
     span = ", ".join(f"`{choice}`" for choice in choices) or " and ".join(
         f"{limit} {value:,g}" if abs(value) < 1e6 else f"{limit} {value:.0f}" for limit, value in limits.items()
     )
+    needs = [f"only with `{name.removesuffix(f.name)}{needed}`"] if (needed := f.metadata.get("needs")) else []
+    span = "; ".join([span, *needs] if span else needs)
     return f"| `{shown}` | {kind} | {_default(name, f)} | {span} | {_cell(_linked(meaning))} |"
 
 

@@ -29,11 +29,13 @@ def key(
     at_most: float | None = None,
     below: float | None = None,
     choices: tuple[str, ...] = (),
+    needs: str = "",
 ) -> Any:
-    """A field with its default and the values that it may have."""
+    """A field with its default and the values that it may have. Without a key of the same section that it `needs`, any
+    other value than the default has no meaning, and is refused."""
     limits = {"at least": at_least, "above": above, "at most": at_most, "below": below}
     limits = {name: limit for name, limit in limits.items() if limit is not None}
-    return field(default=default, metadata={"limits": limits, "choices": choices})
+    return field(default=default, metadata={"limits": limits, "choices": choices, "needs": needs})
 
 
 @dataclass
@@ -230,16 +232,16 @@ class PenaltyConfig:
     """Coefficient of the entropy bonus."""
     kl: float = key(0.0, at_least=0)
     """Coefficient of the KL divergence from the weights of model.path, which the trainers then keep a copy of."""
-    kl_form: str = key("k2", choices=("k1", "k2", "k3"))
+    kl_form: str = key("k2", choices=("k1", "k2", "k3"), needs="kl")
     """Estimator of that divergence, after Schulman; k1 is subtracted from the advantages."""
-    kl_model: str = ""
+    kl_model: str = key("", needs="kl")
     """Hugging Face directory, or name on the hub, of another model that the divergence is from: a teacher, of any size,
     with the tokenizer of model.path (docs/algorithms.md, "Distillation"). Empty: model.path."""
     kl_weighted: bool = True
     """k2 and k3 are times π_θ/π_behav, up to ppo.correction.truncate, since older policies sampled the tokens."""
     kl_cov: float = key(0.0, at_least=0)
     """Coefficient of |log π_θ/π_prox| of the tokens by which entropy falls most (KL-Cov)."""
-    kl_cov_share: float = key(0.002, above=0, at_most=1)
+    kl_cov_share: float = key(0.002, above=0, at_most=1, needs="kl_cov")
     """How many they are, as a share of a mini-batch's tokens."""
 
     @property
@@ -255,13 +257,13 @@ class CriticConfig:
 
     lr: float = key(0.0, at_least=0)
     """The critic's learning rate; 0: no critic."""
-    gamma: float = key(1.0, above=0, at_most=1)
+    gamma: float = key(1.0, above=0, at_most=1, needs="lr")
     """Discount of rewards, γ."""
-    gae_lambda: float = key(1.0, at_least=0, at_most=1)
+    gae_lambda: float = key(1.0, at_least=0, at_most=1, needs="lr")
     """λ of generalised advantage estimation."""
-    clip: float = key(0.0, at_least=0)
+    clip: float = key(0.0, at_least=0, needs="lr")
     """A value gains nothing from moving by more than this in one update; 0: not clipped."""
-    warmup: int = key(0, at_least=0)
+    warmup: int = key(0, at_least=0, needs="lr")
     """First updates of the run, in which the critic alone is trained."""
 
 
@@ -362,9 +364,9 @@ class RolloutConfig:
     filter_groups: bool = False
     """Leave groups out of training whose trained answers all have the same score, or whose share of correct answers is
     outside of min_pass_rate to max_pass_rate (DAPO's dynamic sampling, docs/data.md)."""
-    min_pass_rate: float = key(0.0, at_least=0, at_most=1)
-    """With filter_groups: groups with a smaller share of right answers are left out …"""
-    max_pass_rate: float = key(1.0, at_least=0, at_most=1)
+    min_pass_rate: float = key(0.0, at_least=0, at_most=1, needs="filter_groups")
+    """Groups with a smaller share of right answers are left out …"""
+    max_pass_rate: float = key(1.0, at_least=0, at_most=1, needs="filter_groups")
     """… and so are those with a larger one."""
     draw_min_pass_rate: float = key(0.0, at_least=0, at_most=1)
     """Prompts whose known pass rate is below this are not drawn …"""

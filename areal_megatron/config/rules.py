@@ -16,7 +16,6 @@ from areal_megatron.config.fields import (
     TRACKERS,
     Config,
     ConfigError,
-    CriticConfig,
     PPOConfig,
     RolloutConfig,
     config_fields,
@@ -32,9 +31,13 @@ def check(config: Config, where: Callable[[str], str] = lambda key: key) -> None
         if not condition:
             raise ConfigError(f"{where(key)}: {problem}")
 
+    values = {name: value for name, _, value in config_fields(config)}
     for name, f, value in config_fields(config):
         if not _is_allowed(f, value):
             raise ConfigError(f"{where(name)}: must be {describe(f)}, is {value!r}{_hint(f, value)}")
+        if (needed := f.metadata.get("needs")) and value != f.default:
+            other = name.removesuffix(f.name) + needed
+            require(values[other], name, f"has no meaning without {other}{'=true' * (values[other] is False)}")
     _check_run(config, require)
     _check_options(config, require)
     _check_ppo(config, require)
@@ -180,13 +183,6 @@ def _check_ppo(config: Config, require: Require) -> None:
             "ppo.critic.warmup",
             f"{ppo.critic.warmup} leaves the policy none of updates={config.updates}",
         )
-    else:
-        for f in fields(CriticConfig):
-            require(
-                _is_default(ppo.critic, f.name),
-                f"ppo.critic.{f.name}",
-                "without ppo.critic.lr, the critic's learning rate, there is no critic: set it, e.g. to 1e-5",
-            )
 
 
 def _check_corrections(ppo: PPOConfig, require: Require) -> None:
@@ -235,12 +231,6 @@ def _check_penalties(ppo: PPOConfig, require: Require) -> None:
         "ppo.rewards",
         "false leaves the penalties to be trained, and there are none; set ppo.penalty.kl",
     )
-    for name, needed in (("kl_form", "kl"), ("kl_model", "kl"), ("kl_cov_share", "kl_cov")):
-        require(
-            getattr(p, needed) or _is_default(p, name),
-            f"ppo.penalty.{name}",
-            f"would change nothing without ppo.penalty.{needed}",
-        )
 
 
 def _is_default(section: Any, name: str) -> bool:
@@ -279,12 +269,6 @@ def _check_batch(config: Config, require: Require) -> None:
     for least, most in (("min_pass_rate", "max_pass_rate"), ("draw_min_pass_rate", "draw_max_pass_rate")):
         low, high = getattr(rollout, least), getattr(rollout, most)
         require(low <= high, f"rollout.{least}", f"must be at most rollout.{most}={high:g}, is {low:g}")
-    for name, unbounded in (("min_pass_rate", 0), ("max_pass_rate", 1)):
-        require(
-            rollout.filter_groups or getattr(rollout, name) == unbounded,
-            f"rollout.{name}",
-            "filters nothing without rollout.filter_groups=true",
-        )
     for name in rollout.agent_variables:
         require(
             re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name) is not None,
