@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from typing import Any
+
+import numpy as np
 
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.model_check import trained_config
-from areal_megatron.planning.forecast.accelerators import accelerator
+from areal_megatron.planning.forecast.accelerators import Accelerator
 from areal_megatron.planning.forecast.layouts import Cluster
+from areal_megatron.planning.forecast.lengths import AnswerLengths
+from areal_megatron.planning.forecast.pace import draw_batches
 from areal_megatron.planning.forecast.search import Found, Proposal, Search, SearchBounds
+from areal_megatron.planning.forecast.trainer_time import TrainerTime
 from areal_megatron.planning.length_options import add_lengths, given_lengths
 from areal_megatron.planning.memory import plan_memory
 from areal_megatron.planning.memory.parts import GIB
@@ -29,12 +34,15 @@ _ALWAYS = {
 _IF_CHANGED = {"trainer": ("cp", "vpp", "ep", "etp"), "rollout": (), "reshard": ("staging",), "checkpoint": ("every",)}
 """Keys that are written if they differ from the default, or from what the config has."""
 _MUCH = 2.0
-_NEEDS_BEST = ("gpu", "max_staleness", "mtbf_hours", "median", "lengths_of")
+_NEEDS = {"max_staleness": "best", "mtbf_hours": "best", "median": "gpu", "lengths_of": "gpu"}
+"""Option → the option without which it has no meaning."""
 
 
 def add_best(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--best", action="store_true", help="search the sizes with which the run is fastest")
-    parser.add_argument("--gpu", help="with --best: a100, h100, h800, h200, b200, or a JSON file with its rates")
+    parser.add_argument(
+        "--gpu", help="a100, h100, h800, h200, b200, or a JSON file with its rates: say what an update would take"
+    )
     parser.add_argument("--max-staleness", type=int, metavar="N", help="largest rollout.max_staleness; the config's")
     parser.add_argument(
         "--mtbf-hours", type=float, metavar="H", help="mean time between failures of a node: chooses checkpoint.every"
@@ -43,19 +51,45 @@ def add_best(parser: argparse.ArgumentParser) -> None:
 
 
 def check_alone(options: argparse.Namespace) -> None:
-    """Raises ConfigError for options that say something to the search alone, without --best."""
-    for name in _NEEDS_BEST if not options.best else ():
-        if getattr(options, name) is not None:
-            raise ConfigError(f"--{name.replace('_', '-')}: has no meaning without --best")
-
-
-def search(config: Config, sizes: Sizes, options: argparse.Namespace) -> tuple[Sizes, Found]:
-    """Returns the sizes of the cluster, with the memory of its GPUs, and what fits it best. Raises ConfigError for
-    GPUs that are not known, and if nothing fits."""
-    if options.gpu is None:
+    """Raises ConfigError for options that have no meaning without another."""
+    for name, needed in _NEEDS.items():
+        if getattr(options, name) is not None and not getattr(options, needed):
+            raise ConfigError(f"--{name.replace('_', '-')}: has no meaning without --{needed}")
+    if options.best and not options.gpu:
         raise ConfigError("--best: say which GPUs, --gpu h100 for example")
-    gpu = accelerator(options.gpu)
-    sizes = replace(sizes, gpu_gib=sizes.gpu_gib or gpu.gib)
+
+
+def trainer_time(config: Config, gpu: Accelerator, lengths: AnswerLengths, node_gpus: int) -> dict[str, float]:
+    """Returns what takes the time of an update on the trainers, in seconds (TrainerTime.shares); the recomputation of
+    `config` must be decided."""
+    time = TrainerTime(config, trained_config(config), gpu, node_gpus)
+    [(prompts, answers), *_] = draw_batches(lengths, config, config.batch_size)
+    return time.shares(time.packed(np.repeat(prompts, answers.shape[1]), answers.ravel()))
+
+
+def described_time(seconds: Mapping[str, float], gpu: Accelerator) -> str:
+    """Returns a line for people."""
+    total = sum(seconds.values())
+    rest = sorted(((name, each / total) for name, each in seconds.items() if name != "useful"), key=lambda r: -r[1])
+    others = ", ".join(f"{name} {share:.0%}" for name, share in rest if share >= 0.005)
+    return f"an update on the trainers, {gpu.name}: {total:,.1f} s, MFU {seconds['useful'] / total:.0%}; {others}"
+
+
+def search(
+    config: Config, sizes: Sizes, options: argparse.Namespace, gpu: Accelerator, lengths: AnswerLengths
+) -> Found:
+    """Returns what fits the cluster best. Raises ConfigError if nothing fits."""
+    nodes = sizes.place(config)
+    most = options.max_staleness if options.max_staleness is not None else config.rollout.max_staleness
+    mtbf_s = 3600 * (options.mtbf_hours if options.mtbf_hours is not None else float("inf"))
+    cluster = Cluster(len(nodes), len(nodes[0].slots), sizes.gpu_gib)
+    print(f"searching for {cluster.size} GPUs; this may take a minute", file=sys.stderr)
+    return Search(config, nodes, cluster, gpu, lengths, SearchBounds(most, mtbf_s)).best(PROPOSED)
+
+
+def assumed_lengths(options: argparse.Namespace, config: Config) -> AnswerLengths:
+    """Returns the lengths that the options give; without any, those with a median of a quarter of
+    rollout.max_new_tokens, which it prints. Raises ConfigError."""
     quarter = config.rollout.max_new_tokens / 4
     lengths = given_lengths(options, config, quarter)
     if options.median is None and not options.lengths_of:
@@ -63,12 +97,7 @@ def search(config: Config, sizes: Sizes, options: argparse.Namespace) -> tuple[S
             f"# answers: median {quarter:,.0f} tokens, a quarter of rollout.max_new_tokens, unless --median or "
             "--lengths-of says otherwise"
         )
-    nodes = sizes.place(config)
-    most = options.max_staleness if options.max_staleness is not None else config.rollout.max_staleness
-    mtbf_s = 3600 * (options.mtbf_hours if options.mtbf_hours is not None else float("inf"))
-    cluster = Cluster(len(nodes), len(nodes[0].slots), sizes.gpu_gib)
-    print(f"searching for {cluster.size} GPUs; this may take a minute", file=sys.stderr)
-    return sizes, Search(config, nodes, cluster, gpu, lengths, SearchBounds(most, mtbf_s)).best(PROPOSED)
+    return lengths
 
 
 def text(config: Config, found: Found, gib: float) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,18 @@ from areal_megatron.config import Config, ConfigError, config_file
 from areal_megatron.config.algorithms import PUBLISHED
 from areal_megatron.hub import hub
 from areal_megatron.model_check import check_model, trained_config
-from areal_megatron.planning.best import add_best, check_alone, report, search, slow, text
+from areal_megatron.planning.best import (
+    add_best,
+    assumed_lengths,
+    check_alone,
+    described_time,
+    report,
+    search,
+    slow,
+    text,
+    trainer_time,
+)
+from areal_megatron.planning.forecast.accelerators import accelerator
 from areal_megatron.planning.memory import MemoryPlan, plan_memory
 from areal_megatron.planning.memory.engine import crowded
 from areal_megatron.planning.memory.parts import GIB
@@ -169,15 +180,25 @@ def main(arguments: list[str] | None = None) -> int:
         config.model.path = hub.model_folder(config.model.path, "model.path", weights=False)
         if teacher := config.ppo.penalty.kl_model:
             config.ppo.penalty.kl_model = hub.model_folder(teacher, "ppo.penalty.kl_model", weights=False)
+        if options.gpu:
+            gpu = accelerator(options.gpu)
+            lengths = assumed_lengths(options, config)
+            sizes = replace(sizes, gpu_gib=sizes.gpu_gib or gpu.gib)
         if options.best:
-            sizes, found = search(config, sizes, options)
+            found = search(config, sizes, options, gpu, lengths)
             print(text(config, found, sizes.gpu_gib), end="\n\n")
             config = found.proposals[0].config
-        planned = plan(config, sizes.place(config), gpu_gib=sizes.gpu_gib, weights=False)
+        nodes = sizes.place(config)
+        planned = plan(config, nodes, gpu_gib=sizes.gpu_gib, weights=False)
         print(planned.table(searched=options.best))
+        times = {}
+        if options.gpu and config.mode == "rl":
+            times = trainer_time(planned.memory.recompute.apply(config), gpu, lengths, len(nodes[0].slots))
+            print(described_time(times, gpu))
         for warning in [*planned.warnings, *check_options(config, python={}), *(slow(found) if found else ())]:
             print(f"warning: {warning}", file=sys.stderr)
-        write_output("--json", options.json, planned.report() | (report(found) if found else {}))
+        figures = planned.report() | ({"trainer_s": times} if times else {}) | (report(found) if found else {})
+        write_output("--json", options.json, figures)
     except ConfigError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,10 @@ from areal_megatron.reshard.trainer_layout import MegatronSizes
 
 ADAM = 4 + 2 * 12 + 2
 """Bytes that a step of Adam reads and writes for a parameter: gradient; main parameter and moments, twice; itself."""
+PROXIMAL, OPTIMIZER, BUBBLE = "proximal and reference passes", "optimizer steps", "pipeline bubble"
+RECOMPUTED, EXCHANGED = "recomputation", "exchange between ranks"
+OVERHEADS = (PROXIMAL, OPTIMIZER, BUBBLE, RECOMPUTED, EXCHANGED)
+"""What takes time besides forward and backward passes themselves."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,7 @@ class TrainerTime:
         self._most_layers, self._last_layers = max(stages), stages[-1]
         own = max((held(hf_config, self._sizes, stage) for stage in range(t.pp)), key=lambda each: each.all)
         self._step = self._optimizer_step(own)
+        self._counted = frozenset(OVERHEADS)
 
     def update(self, prompts: Sequence[int], answers: Sequence[int], seed: int = 0) -> float:
         """Returns the time of an update on sequences with these numbers of prompt and answer tokens, in the order of
@@ -94,18 +100,41 @@ class TrainerTime:
     def of_packed(self, batch: PackedBatch) -> float:
         """Returns the time of an update on such micro-batches."""
         forwards, backwards = (each.max(axis=1) for each in self.passes(batch))
-        hidden = backwards / batch.counts[:, 0]
-        total = backwards.sum() + np.maximum(0.0, self._step[0] - hidden).sum() + len(hidden) * self._step[1]
+        hidden, total = backwards / batch.counts[:, 0], backwards.sum()
+        if OPTIMIZER in self._counted:
+            total += np.maximum(0.0, self._step[0] - hidden).sum() + len(hidden) * self._step[1]
+            total += self._gpu.efficiencies.batch_s
         ppo = self._config.ppo
         # the first mini-batch's proximal policy is the current one (trainer/ppo.py)
         scored = np.full(len(forwards), int(ppo.has_reference))
         scored[1:] += ppo.objective == "decoupled"
-        return float(total + (scored * forwards).sum() + self._gpu.efficiencies.batch_s)
+        return float(total + (scored * forwards).sum() * (PROXIMAL in self._counted))
+
+    def shares(self, batch: PackedBatch) -> dict[str, float]:
+        """Returns what takes the time of an update on such micro-batches, in seconds that add up to it, with the useful
+        FLOPs at the GPUs' peak as the first.
+
+        Each of `OVERHEADS` is what the time is longer by with it, after those before it were taken away. Of the rest
+        the slowest stage and replica has more than the mean.
+        """
+        less, found, before = copy(self), {}, self.of_packed(batch)
+        for overhead in OVERHEADS:
+            less._counted -= {overhead}
+            now = less.of_packed(batch)
+            found[overhead], before = before - now, now
+        tokens, trained, pairs = batch.sums.sum(1)
+        share, flops, rate = self._gpu.efficiencies, self._flops, self._gpu.flops * self._config.trainer_ranks / 3
+        useful = (flops.token * tokens + flops.trained * trained) / rate, flops.pair * pairs / rate
+        products, attention = useful[0] * (1 / share.products - 1), useful[1] * (1 / share.attention - 1)
+        uneven = before - sum(useful) - products - attention
+        kernels = {"products below the peak": products, "attention below the peak": attention}
+        return {"useful": sum(useful), **kernels, **found, "uneven stages and ranks": uneven}
 
     def passes(self, batch: PackedBatch) -> tuple[np.ndarray, np.ndarray]:
         """Returns the times of the forward passes of each mini-batch on each replica, and of both passes, float64
         [mini-batches, replicas] each."""
         recomputed = 3 * (flops_ratio(self._config, self._hf_config, batch.mean_length) - 1)
+        recomputed *= RECOMPUTED in self._counted
         forward, backward = self._microbatches(*batch.sums, recomputed)
         return self._in_pipeline(forward, batch.counts), self._in_pipeline(forward + backward, batch.counts)
 
@@ -129,7 +158,7 @@ class TrainerTime:
         layer = (flops.token * tokens / share.products + flops.pair * pairs / share.attention) / rate / d.layers
         head = flops.trained * trained / share.products / rate
         forward = np.maximum(self._most_layers * layer, self._last_layers * layer + head) + share.pass_s
-        traffic = self._most_layers * self._layer_traffic(tokens)
+        traffic = self._most_layers * self._layer_traffic(tokens) * (EXCHANGED in self._counted)
         # backwards the inputs of column-parallel layers are gathered once more
         return forward + traffic, (2 + recomputed) * forward + (1.5 + recomputed) * traffic
 
@@ -156,7 +185,7 @@ class TrainerTime:
         other stage."""
         t, ends = self._config.trainer, counts.ravel().cumsum()
         sums = np.add.reduceat(seconds, np.concatenate([[0], ends[:-1]])).reshape(counts.shape)
-        return sums * (1 + (t.pp - 1) / t.vpp / counts)
+        return sums * (1 + (t.pp - 1) / t.vpp / counts * (BUBBLE in self._counted))
 
     def _optimizer_step(self, own: Held) -> tuple[float, float]:
         """The times of the exchange of gradients and parameters, which passes may hide, and of the step."""

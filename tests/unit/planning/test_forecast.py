@@ -253,6 +253,43 @@ class TestTrainer:
         whole = seconds(0) + seconds(1)
         assert self.of(PLAN, {"pp": 2}) == pytest.approx(whole + whole / 2)
 
+    def test_what_takes_the_time_adds_up_to_it(self):
+        """Each of them alone, by hand, and all of them together."""
+
+        def shares(plan, trainer=None, accelerator=None, **rest):
+            time = TrainerTime(config(trainer, **rest), DENSE, accelerator or gpu(memory=1e30))
+            batch = PackedBatch.of(plan, self.LENGTHS, self.TRAINED)
+            found = time.shares(batch)
+            assert sum(found.values()) == pytest.approx(time.of_packed(batch))
+            return found
+
+        useful = 3 * (self.flops(0) + self.flops(1)) / 1e12
+        alone = shares(PLAN)
+        assert alone.pop("useful") == pytest.approx(useful) and list(alone.values()) == pytest.approx(
+            [0.0] * len(alone)
+        )
+        scored = shares([[[[0]], [[1]]]], ppo={"minibatches": 2, "objective": "decoupled"})
+        assert scored["proximal and reference passes"] == pytest.approx(self.flops(1) / 1e12)
+        staged = shares(PLAN, {"pp": 2})
+        assert staged["useful"] == pytest.approx(useful / 2)
+        assert staged["pipeline bubble"] == pytest.approx((staged["useful"] + staged["uneven stages and ranks"]) / 2)
+        again = shares(PLAN, {"recompute": "full"})
+        assert 0.25 < again["recomputation"] / useful < 0.34
+        half = shares(PLAN, accelerator=gpu(replace(PERFECT, products=0.5, attention=0.25), memory=1e30))
+        attended = sum(3 * 2 * 2 * LAYERS * HIDDEN * n * (n + 1) / 2 for n in self.LENGTHS.tolist()) / 1e12
+        assert half["attention below the peak"] == pytest.approx(3 * attended)
+        assert half["products below the peak"] == pytest.approx(useful - attended)
+        all_at_once = shares(
+            [[[[0]], [[1]]]],
+            {"pp": 2, "tp": 2, "recompute": "full"},
+            gpu(replace(PERFECT, products=0.5)),
+            ppo={"minibatches": 2, "objective": "decoupled"},
+        )
+        assert (
+            min(all_at_once.values()) >= 0
+            and all_at_once["exchange between ranks"] > 0 < all_at_once["optimizer steps"]
+        )
+
     def test_further_minibatches_score_their_answers_before(self):
         plan = [[[[0]], [[1]]]]
         once, twice = (

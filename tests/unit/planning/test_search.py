@@ -216,7 +216,7 @@ LARGE = f"model.path={ROOT}/configs/models/Qwen3-235B-A22B-Thinking-2507"
     [
         (["r1_1.5b", R1, "--best", "--gpu", "h100-pcie"], "the nearest name is h100, "),
         (["r1_1.5b", R1, "--best"], "--best: say which GPUs"),
-        (["r1_1.5b", R1, "--gpu", "h100"], "--gpu: has no meaning without --best"),
+        (["r1_1.5b", R1, "--median", "9"], "--median: has no meaning without --gpu"),
         (["r1_1.5b", R1, "--mtbf-hours", "9"], "--mtbf-hours: has no meaning without --best"),
         (["r1_1.5b", R1, "--best", "--gpu", "h100", "--max-staleness", "-1"], "--max-staleness -1"),
         (["r1_1.5b", R1, "--best", "--gpu", "h100", "--mtbf-hours", "0"], "--mtbf-hours 0"),
