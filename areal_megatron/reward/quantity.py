@@ -5,15 +5,18 @@ Only the units of the table are known. What has another one, or none, is compare
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from dataclasses import dataclass
 from fractions import Fraction
 
 from areal_megatron.reward.no_score import AnswerRefused
-from areal_megatron.reward.notation import numbers_in
+from areal_megatron.reward.notation import LONGEST_PROMPT, numbers_in
 from areal_megatron.reward.numeral import LONGEST, Numeral, bare, numeral
 
+Unit = tuple[str, int, Fraction]
+"""A dimension, its power, and the size of the unit."""
 _UNITS = {
     name: (dimension, int(power), Fraction(size))
     for dimension, power, size, *names in map(
@@ -52,7 +55,7 @@ angle 1 57.29577951308232087679815481410517 rad radian
     )
     for name in names
 }
-"""Name → dimension, its power and the size. That of radians is rounded: no number of them is a number of degrees."""
+"""The size of radians is rounded: no number of them is a number of degrees."""
 _NAMES = "|".join(
     f"(?i:{name}s?)" if len(name) > 2 else f"{name}s?" if len(name) > 1 else name
     for name in sorted(_UNITS, key=len, reverse=True)
@@ -83,6 +86,7 @@ class Quantity:
     sizes: tuple[Fraction, ...]
     """What each of their units is in units of size 1."""
     dimension: tuple[tuple[str, int], ...]
+    units: frozenset[Unit]
 
     @property
     def value(self) -> Fraction | None:
@@ -113,7 +117,9 @@ def same_quantity(found: str, answer: str, prompt: str) -> bool | None:
     if ours.value != theirs.value:
         return False
     held = {number.amount for number in numbers_in(prompt)}
-    if not ours.simple or (not same_units and held.issuperset(number.amount for number in ours.numbers)):
+    restated = held.issuperset(number.amount for number in ours.numbers)
+    asked = not theirs.units.isdisjoint(units_in(prompt[-LONGEST_PROMPT:])) and not theirs.units <= ours.units
+    if not ours.simple or (not same_units and (restated or asked)):
         raise AnswerRefused("The final answer must be worked out, in the units that the question asks for.")
     return True
 
@@ -126,35 +132,48 @@ def quantity(text: str) -> Quantity | None:
     for sign, name in _SIGNS:
         text = sign.sub(name, text)
     text = " ".join(text.split())
-    at, pieces = 0, []
+    at, pieces, units = 0, [], set()
     while at < len(text):
         if not (unit := _unit(text, at)):
             return None
-        begin, end, dimension, size = unit
+        begin, end, dimension, size, own = unit
         number = text[at:begin].strip()
         if not number:
             return None
         pieces.append((numeral(number), size, dimension))
+        units |= own
         at = _BETWEEN.match(text, end).end()
     numbers, sizes, dimensions = zip(*pieces, strict=True) if pieces else ((), (), ())
     falling = all(one > other for one, other in itertools.pairwise(sizes))  # else a list: 30°, 60°
-    return Quantity(numbers, sizes, dimensions[0]) if len(set(dimensions)) == 1 and falling else None
+    same = len(set(dimensions)) == 1
+    return Quantity(numbers, sizes, dimensions[0], frozenset(units)) if same and falling else None
 
 
-def _unit(text: str, at: int) -> tuple[int, int, tuple[tuple[str, int], ...], Fraction] | None:
-    """Returns where the next unit begins and ends, its dimension and its size."""
+@functools.lru_cache(maxsize=16)
+def units_in(prompt: str) -> frozenset[Unit]:
+    """Returns the units that a question names, in words or by $."""
+    named = {_unit_called(found[2]) for found in _TERM.finditer(prompt) if len(found[2]) > 2 or found[2] == "¢"}
+    return frozenset(named | ({_UNITS["dollar"]} if re.search(r"\$ ?[0-9]", prompt) else set()))
+
+
+def _unit_called(name: str) -> Unit:
+    small = name.lower()
+    return next(_UNITS[one] for one in (name, name.removesuffix("s"), small, small[:-1]) if one in _UNITS)
+
+
+def _unit(text: str, at: int) -> tuple[int, int, tuple[tuple[str, int], ...], Fraction, set[Unit]] | None:
+    """Returns where the next unit begins and ends, its dimension, its size and what it is made of."""
     found = _TERM.search(text, at)
-    begin, sign, size, powers = found.start() if found else 0, 1, Fraction(1), {}
+    begin, sign, size, powers, units = found.start() if found else 0, 1, Fraction(1), {}, set()
     while found:
         end = found.end()
         before, name, digits, word = found.groups()
-        dimension, power, one = next(
-            _UNITS[one] for one in (name, name.removesuffix("s"), name.lower(), name.lower()[:-1]) if one in _UNITS
-        )
+        dimension, power, one = _unit_called(name)
+        units.add((dimension, power, one))
         times = sign * (int(digits) if digits else _POWERS.get(before or word, 1))
         powers[dimension] = powers.get(dimension, 0) + power * times
         size *= one**times
         joined = _JOINED.match(text, end)
         sign = -1 if joined and (joined[1] or joined[2]) else 1
         found = _TERM.match(text, joined.end()) if joined else None
-    return (begin, end, tuple(sorted(powers.items())), size) if begin else None
+    return (begin, end, tuple(sorted(powers.items())), size, units) if begin else None

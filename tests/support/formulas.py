@@ -1800,6 +1800,11 @@ Solve $x^2<4$. ~ |x|<2 ~ (-2,2) ~ 1
 How many cents are \$0.75? ~ \$0.75 ~ 75\text{ cents} ~ 0
 Write 150 minutes in hours and minutes. ~ 150\text{ minutes} ~ 2\text{ hours }30\text{ minutes} ~ 0
 How long does it take? ~ 1\text{ hour }90\text{ minutes} ~ 2\text{ hours }30\text{ minutes} ~ 0
+How many seconds are there in an hour? ~ 1\text{ hour} ~ 3600\text{ seconds} ~ 0
+How many minutes are there in two and a half hours? ~ 2.5\text{ hours} ~ 150\text{ minutes} ~ 0
+What is the price in dollars? ~ 75\text{ cents} ~ \$0.75 ~ 0
+How many minutes is the film long? ~ 2\text{ hours }30\text{ minutes} ~ 150\text{ minutes} ~ 1
+What does it cost? ~ 75\text{ cents} ~ \$0.75 ~ 1
 How long is the film? ~ 150\text{ minutes} ~ 2\text{ hours }30\text{ minutes} ~ 1
 Write $n=4k+1$, where $k$ is an integer, as a congruence. ~ n=4k+1 ~ n\equiv1\pmod4 ~ 0
 Given $k$, find $n$. ~ n\text{ is a perfect square} ~ n=k^2 ~ 0

@@ -12,7 +12,7 @@ import pytest
 
 import areal_megatron.reward
 import areal_megatron.workflows
-from areal_megatron.data import formats
+from areal_megatron.data import conversations, formats
 from areal_megatron.reward import (
     choice,
     code,
@@ -86,6 +86,10 @@ def quietly(read, *arguments):
         read(*arguments)
 
 
+def _said(text):
+    return [{"role": role, "content": text} for role in ("user", "assistant")]
+
+
 STDIN = {"question_content": "x", "public_test_cases": "[]", "private_test_cases": "[]"}
 
 READERS = {
@@ -115,6 +119,7 @@ READERS = {
     ],
     quantity.quantity: [quantity.quantity, lambda text: quantity.quantity(text[:380] + " cm")],
     quantity.same_quantity: [lambda text: quietly(quantity.same_quantity, text[:380] + " cm", "3 m", text)],
+    quantity.units_in: [quantity.units_in],
     wording.as_clock: [wording.as_clock],
     wording.ratio_as_fraction: [wording.ratio_as_fraction],
     wording.plain: [wording.plain],
@@ -149,7 +154,9 @@ READERS = {
     ],
     formats.text_of: [lambda text: formats.text_of([{"role": "user", "content": text}] * 2)],
     formats.field: [lambda text: formats.field({"a": text}, "a", (str,), "x:1")],
-    formats.example_of: [lambda text: formats.example_of({"prompt": text, "response": text}, "x:1")],
+    conversations.conversation_of: [
+        lambda text: quietly(conversations.conversation_of, {"messages": _said(text)}, "x:1", "all")
+    ],
     formats.prompt_of: [lambda text: formats.prompt_of({"prompt": text}, "x:1")],
     formats.read_item: [
         lambda text: quietly(formats.read_item, {"prompt": text, "answer": text}, "x:1", [0]),
