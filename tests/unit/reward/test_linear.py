@@ -182,6 +182,7 @@ ELSEWHERE = {
     "check_name": "a name from the config",
     "load_group_function": "a name from the config",
     "problem_with_answers": "a name from the config",
+    "scores_of": "numbers that a workflow returns",
     "checked_terms": "numbers that a function of the user's returns",
     "sample": "the id of a request",
     "try_workflows": "hands the row to a process of its own",
