@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import faulthandler
 import itertools
 import logging
 import os
 import signal
 import sys
+import threading
+import time
 from collections import Counter
 from collections.abc import Sequence
 from contextvars import ContextVar
@@ -36,6 +39,8 @@ from areal_megatron.workflows.sampling import INTERRUPTED, Sampling
 from areal_megatron.workflows.scoring import ScoredEpisode, Scorer
 from areal_megatron.workflows.workflow import load_workflow
 
+_NICE = 10
+"""How much the controller goes before, where workflows compute on its cores."""
 _episode: ContextVar[int] = ContextVar("episode")
 """The number of the episode that the running task belongs to."""
 
@@ -66,14 +71,6 @@ class Cancel(msgspec.Struct, tag=True):
     """Nobody waits for the episode any more."""
 
     number: int
-
-
-class Ping(msgspec.Struct, tag=True):
-    """Answered with Pong at once, unless a workflow holds up the event loop."""
-
-
-class Pong(msgspec.Struct, tag=True):
-    pass
 
 
 class Ask(msgspec.Struct, tag=True):
@@ -128,8 +125,8 @@ class RunFailed(msgspec.Struct, tag=True):
     """Whether the config is at fault."""
 
 
-ToWorker = Begin | RunEpisode | Cancel | Ping | AnswerSampled | Judged
-FromWorker = Loaded | Pong | Ask | Judge | EpisodeEnded | RunFailed
+ToWorker = Begin | RunEpisode | Cancel | AnswerSampled | Judged
+FromWorker = Loaded | Ask | Judge | EpisodeEnded | RunFailed
 
 
 class Frames:
@@ -235,8 +232,6 @@ class Worker:
                 case Cancel(number):
                     if number in self._tasks:
                         self._tasks[number].cancel()
-                case Ping():
-                    self._frames.send(Pong())
                 case AnswerSampled(call, completion):
                     self._calls.answer(call, completion)
                 case Judged(call, scored):
@@ -259,6 +254,31 @@ class Worker:
         self._frames.send(EpisodeEnded(number, found[0] if found else None, dict(account)))
 
 
+class HeldUp:
+    """Ends this process with code 1 and a traceback when one task has held up the event loop for `limit_s` seconds.
+
+    A thread looks at which task runs; the clock itself needs no interpreter, which the task may hold.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, limit_s: float):
+        self._loop, self._limit_s, self._turns = loop, limit_s, 0
+        self._turn()
+        threading.Thread(target=self._watch, name="held up", daemon=True).start()
+
+    def _turn(self) -> None:
+        self._turns += 1
+        self._loop.call_later(min(1.0, self._limit_s / 4), self._turn)
+
+    def _watch(self) -> None:
+        seen = None
+        while True:
+            at = asyncio.current_task(self._loop), self._turns
+            if at != seen or at[0] is None:
+                faulthandler.dump_traceback_later(self._limit_s, exit=True)
+                seen = at
+            time.sleep(min(1.0, self._limit_s / 4))
+
+
 async def serve() -> None:
     """Runs a worker on stdin and stdout."""
     loop, reader = asyncio.get_running_loop(), asyncio.StreamReader()
@@ -278,6 +298,7 @@ async def serve() -> None:
         transport.close()
         return
     frames.send(Loaded())
+    HeldUp(loop, begin.configs[0].rollout.workflow_timeout_s)
     await worker.run()
 
 
@@ -287,6 +308,7 @@ def main() -> None:
     if sys.platform == "linux":
         # one that is stuck in the user's code would not notice that its controller died
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+        os.nice(_NICE)
         # out of memory, the kernel ends workers before the controller, which replaces them
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="utf-8")
     try:

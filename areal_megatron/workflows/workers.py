@@ -43,8 +43,6 @@ from areal_megatron.workflows.worker import (
     Judge,
     Judged,
     Loaded,
-    Ping,
-    Pong,
     RunEpisode,
     RunFailed,
 )
@@ -52,7 +50,6 @@ from areal_megatron.workflows.workflow import KEY
 
 log = logging.getLogger(__name__)
 _START_TIMEOUT_S = 120.0
-_PING_S = 5.0
 _RETRY_S = 1.0
 _DEATHS = 3
 """An episode has failed when this number of workers have died with it."""
@@ -188,13 +185,12 @@ class _Worker:
     def __init__(self, process: asyncio.subprocess.Process, limit_s: float):
         self._process, self._limit_s = process, limit_s
         self._frames = Frames(process.stdout, process.stdin, FromWorker)
-        self._numbers, self._answered = itertools.count(), asyncio.Event()
+        self._numbers = itertools.count()
         self.running: dict[int, _Running] = {}
         self.account: dict[str, int] = {}
-        self._killed_for = ""
         self.ended: asyncio.Future = asyncio.get_running_loop().create_future()
         """Done when the process is gone."""
-        self._tasks: list[asyncio.Task] = []
+        self._reading: asyncio.Task | None = None
 
     @classmethod
     async def start(cls, configs: Sequence[Config], workers: int, output: Path | None) -> _Worker:
@@ -214,7 +210,7 @@ class _Worker:
         if problem:
             await worker.kill()
             raise ConfigError(problem if problem.startswith(KEY) else f"{KEY}: {problem}")
-        worker._tasks = [asyncio.ensure_future(worker._read()), asyncio.ensure_future(worker._watch())]
+        worker._reading = asyncio.ensure_future(worker._read())
         return worker
 
     async def run(self, sampling: Sampling, spec: EpisodeSpec, scorer: Scorer) -> ScoredEpisode | None:
@@ -233,8 +229,8 @@ class _Worker:
 
     async def kill(self) -> None:
         await self._end()
-        for task in self._tasks:
-            task.cancel()
+        if self._reading:
+            self._reading.cancel()
 
     async def _end(self) -> None:
         if self._process.returncode is None:
@@ -254,10 +250,15 @@ class _Worker:
         except (asyncio.IncompleteReadError, OSError):
             await self._process.wait()
         except msgspec.MsgspecError as e:
-            self._killed_for = f"a worker of episodes wrote no message: {e}"
+            log.error("a worker of episodes wrote what is no message: %s", e)
         finally:
             await self._end()
-            problem = self._killed_for or f"a workflow ended its process with code {self._process.returncode}"
+            problem = f"a workflow ended its process with code {self._process.returncode}"
+            if self._process.returncode == 1:
+                problem += (
+                    f", or held it up for rollout.workflow_timeout_s={self._limit_s:g} s: then a traceback in the log "
+                    "says where; call blocking code with `await asyncio.to_thread(…)`"
+                )
             self.ended.set_result(None)  # first: nobody is to come here again
             for running in self.running.values():
                 if not running.result.done():
@@ -266,9 +267,6 @@ class _Worker:
                 log.warning("%s; its %d episodes begin again", printable(problem, 500), len(self.running))
 
     def _handle(self, message: Any) -> None:
-        if isinstance(message, Pong):
-            self._answered.set()
-            return
         running = self.running.get(message.number)
         if isinstance(message, EpisodeEnded):
             self.account = message.account
@@ -309,22 +307,6 @@ class _Worker:
 
     async def _judge(self, running: _Running, asked: Judge) -> Judged:
         return Judged(asked.call, await running.scorer.judge(running.spec.prompt, asked.response, asked.cut))
-
-    async def _watch(self) -> None:
-        """Ends the process if its event loop answers nothing for rollout.workflow_timeout_s."""
-        while True:
-            self._answered.clear()
-            self._send(Ping())
-            try:
-                await within(self._limit_s, self._answered.wait())
-            except TimeoutError:
-                self._killed_for = (
-                    f"a workflow held up its process for rollout.workflow_timeout_s={self._limit_s:g} s: call blocking "
-                    "code with `await asyncio.to_thread(…)`"
-                )
-                os.kill(self._process.pid, signal.SIGKILL)
-                return
-            await asyncio.sleep(_PING_S)
 
 
 def _sendable(spec: EpisodeSpec) -> EpisodeSpec:

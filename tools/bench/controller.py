@@ -1,12 +1,15 @@
 """The capacity of the controller on one core: requests in flight, trajectories a second, delay of its event loop.
 
     python tools/bench/controller.py [--in-flight 30000] [--rate 2000] [--tokens 500] [--engines 32] [--batch 4096]
-        [--seconds 60] [--json FILE] [--out FOLDER]
+        [--agent-s 0] [--seconds 60] [--json FILE] [--out FOLDER]
 
 The real controller runs alone on core 0. On core 1 are the reward worker, stand-in engines that compute nothing
 (standin_engines.py: real HTTP, and the arrays that engines answer with) and a trainer that only takes batches. Answers
 are requested in groups of 16, one HTTP request a group, as in a run. The engines' response time makes the offered load
 a quarter more than the rate aimed at; what is printed is what the controller processed.
+
+With `--agent-s 1` all trajectories are episodes of an agent that computes for a second, in Python, before and after an
+answer of the model. Their processes share the controller's core, as they do at worst.
 """
 
 from __future__ import annotations
@@ -38,9 +41,11 @@ from areal_megatron.config import (
 )
 from areal_megatron.config.config_file import load, save
 from areal_megatron.observe.metrics import read_status
+from areal_megatron.observe.status import Status
 from areal_megatron.process.files import new_folder, write_json
 from areal_megatron.protocol import ControllerClient, Delivered, Hello, NextBatch, NotYet, Publish, Trained
 from areal_megatron.run.folder import Run
+from areal_megatron.workflows.episode import Episode
 from tools.bench import common
 from tools.bench.common import ROOT
 
@@ -61,15 +66,28 @@ class Load:
     engines: int
     batch: int
     """Trajectories of a batch."""
+    agent_s: float = 0.0
+    """How long an agent computes before and after each answer, in seconds; 0: no agents."""
 
     @property
     def answer_s(self) -> float:
         """The mean time of a request, in seconds."""
-        return self.in_flight / (1.25 * self.rate)
+        return 1.0 if self.agent_s else self.in_flight / (1.25 * self.rate)
 
 
 def reward(prompt: str, response: str, answer: str) -> float:
     return float(len(response) % 2)
+
+
+async def agent(episode: Episode) -> float:
+    """Computes, asks, and computes again."""
+    for turn in range(episode.turns):
+        end = time.process_time() + float(os.environ["BENCH_AGENT_S"])
+        while time.process_time() < end:
+            await asyncio.sleep(0)
+        if turn == 0:
+            await episode.sample()
+    return 1.0
 
 
 def make_run(folder: Path, asked: Load) -> Run:
@@ -96,6 +114,8 @@ def make_run(folder: Path, asked: Load) -> Run:
         max_running=each,
         max_new_tokens=asked.tokens,
     )
+    if asked.agent_s:
+        config.rollout.workflow, config.rollout.turns = "tools.bench.controller:agent", 2
     run = Run(folder / "run")
     run.create()
     save(config, run.config)
@@ -170,7 +190,7 @@ def control(folder: Path) -> None:
 def measure(folder: Path, asked: Load, seconds: float) -> dict[str, float]:
     run = make_run(folder, asked)
     first, *_, last = sorted(os.sched_getaffinity(0))
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "BENCH_AGENT_S": str(asked.agent_s)}
     engines = Path(__file__).with_name("standin_engines.py")
 
     def start(core: int, *command: object) -> subprocess.Popen:
@@ -186,7 +206,7 @@ def measure(folder: Path, asked: Load, seconds: float) -> dict[str, float]:
         )
 
     os.sched_setaffinity(0, {last})
-    processes = [start(last, engines, asked.engines, asked.answer_s, asked.tokens, GROUP)]
+    processes = [start(last, engines, asked.engines, asked.answer_s, asked.tokens, 1 if asked.agent_s else GROUP)]
     try:
         port = processes[0].stdout.readline().strip()
         run.begin()
@@ -196,7 +216,7 @@ def measure(folder: Path, asked: Load, seconds: float) -> dict[str, float]:
         trainer = threading.Thread(target=train, args=(run, (folder / "over").exists), daemon=True)
         trainer.start()
         deadline, steady = time.monotonic() + 120 + 10 * asked.answer_s, 2 + asked.in_flight // asked.batch
-        while read_status(run).version < steady:
+        while not _is_steady(read_status(run), asked, steady):
             if time.monotonic() > deadline or processes[-1].poll() is not None:
                 raise SystemExit(f"error: the controller did not reach a steady state; its folder: {folder}")
             time.sleep(0.2)
@@ -208,6 +228,12 @@ def measure(folder: Path, asked: Load, seconds: float) -> dict[str, float]:
             process.kill()
             process.wait(10)
     return figures((folder / "samples.json").read_bytes(), seconds)
+
+
+def _is_steady(status: Status, asked: Load, version: int) -> bool:
+    if asked.agent_s:
+        return status.running_groups * GROUP >= asked.in_flight
+    return status.version >= version
 
 
 def figures(report: bytes, seconds: float) -> dict[str, float]:
@@ -236,16 +262,17 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=500, help="tokens of an answer")
     parser.add_argument("--engines", type=int, default=32)
     parser.add_argument("--batch", type=int, default=4096, help="trajectories of a batch")
+    parser.add_argument("--agent-s", type=float, default=0.0, help="how long an agent computes around each answer")
     parser.add_argument("--seconds", type=float, default=60, help="how long to measure, once in a steady state")
     parser.add_argument("--controller", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.controller:
         control(options.controller)
         return
-    asked = Load(options.in_flight, options.rate, options.tokens, options.engines, options.batch)
+    asked = Load(options.in_flight, options.rate, options.tokens, options.engines, options.batch, options.agent_s)
     measured = measure(new_folder("bench-controller", options.out), asked, options.seconds)
     aims = {
-        "trajectories_per_s": f"at least {options.rate:,.0f}",
+        "trajectories_per_s": "" if options.agent_s else f"at least {options.rate:,.0f}",
         "in_flight": f"at least {options.in_flight:,}",
         "late_ms_p99": "at most 50",
     }

@@ -20,7 +20,7 @@ from areal_megatron.workflows.workers import EpisodeWorkers, WorkflowRunner
 from tests.support.chat_world import FORGETTING, World
 
 MODULE = textwrap.dedent("""
-    import asyncio, os, pathlib, time
+    import asyncio, os, pathlib, re, time
 
     async def talk(episode):
         await episode.sample()
@@ -46,6 +46,10 @@ MODULE = textwrap.dedent("""
     async def holds_up(episode):
         await episode.sample()
         time.sleep(3600)
+
+    async def holds_the_interpreter(episode):
+        await episode.sample()
+        re.match(r"(a|a)*b", "a" * 60)
 
     async def computes(episode):
         end = time.monotonic() + 1
@@ -148,9 +152,10 @@ def test_an_episode_that_ends_every_worker_has_failed(tmp_path, monkeypatch):
     assert counts["workflow_deaths"] == 3 and counts["workflow_failures"] == 1
 
 
-def test_a_workflow_that_holds_up_its_process_is_ended(tmp_path, monkeypatch):
-    ((found,), counts) = Pool(tmp_path, monkeypatch, "holds_up", timeout_s=0.5).run(n=1)
-    assert "held up its process for rollout.workflow_timeout_s=0.5 s" in found.score.failure
+@pytest.mark.parametrize("workflow", ["holds_up", "holds_the_interpreter"])
+def test_a_workflow_that_holds_up_its_process_is_ended(tmp_path, monkeypatch, workflow):
+    ((found,), counts) = Pool(tmp_path, monkeypatch, workflow, timeout_s=0.5).run(n=1)
+    assert "or held it up for rollout.workflow_timeout_s=0.5 s" in found.score.failure
     assert counts["workflow_deaths"] == 3
 
 
@@ -165,6 +170,12 @@ def test_what_a_workflow_computes_holds_up_nobody_here(tmp_path, monkeypatch):
 
     (found, held_up), _ = Pool(tmp_path, monkeypatch, "computes").run(then)
     assert all(one.score.correct for one in found) and not held_up
+
+
+def test_many_that_compute_in_turn_hold_up_nobody(tmp_path, monkeypatch):
+    """Eight, each within the limit, in one turn of the event loop."""
+    found, counts = Pool(tmp_path, monkeypatch, "computes", timeout_s=2.5).run(n=8)
+    assert all(one.score.correct for one in found) and counts["workflow_deaths"] == 0
 
 
 def test_an_engine_that_fails_for_good_is_an_error(tmp_path, monkeypatch):
