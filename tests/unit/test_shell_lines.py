@@ -79,10 +79,13 @@ def parser(module: str) -> argparse.ArgumentParser:
 
 @cache
 def options_of_tool(path: str) -> set[str]:
-    """The options that a tool's source adds to its parser."""
+    """The options that a tool's source adds to its parser, those of tools/bench/common.py among them."""
     calls = [node for node in ast.walk(ast.parse((ROOT / path).read_text())) if isinstance(node, ast.Call)]
     added = [call for call in calls if getattr(call.func, "attr", "") == "add_argument"]
-    return {arg.value for call in added for arg in call.args if isinstance(arg, ast.Constant)} | {"--help"}
+    own = {arg.value for call in added for arg in call.args if isinstance(arg, ast.Constant)}
+    shared = [call for call in calls if ast.unparse(call.func) in ("common.parser", "common.options_of")]
+    of_all = {"--json"} if shared else set()
+    return own | of_all | {f"--{word.arg}" for call in shared for word in call.keywords} | {"--help"}
 
 
 def options_of(parser: argparse.ArgumentParser, words: list[str]) -> set[str]:
