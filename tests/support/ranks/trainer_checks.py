@@ -407,6 +407,8 @@ def check_nothing_to_learn(folder: Path, rank: int, trainer: dict) -> None:
 
     equal, graded, blank, half = (update_data()[0] for _ in range(4))
     first, second = update_data()[1]
+    for trajectory in (*equal, *graded, *blank, *half):
+        trajectory.returns = []
     for trajectory in equal:
         trajectory.reward = 5.0
     for trajectory in graded:

@@ -156,7 +156,7 @@ def test_a_crash_in_the_middle_of_a_line_is_no_fault(past):
             "episode 7 was trained after another prompt than it was sampled from",
         ),
         (lambda past: past.edit(1, 2, uids=[5, 5], samples=[0, 1]), "1 episodes in batch 2"),
-        (lambda past: past.edit(0, 5, uids=[99, 99], samples=[0, 2]), "episode 99: sample 1 is missing in batch 5"),
+        (lambda past: past.edit(0, 5, uids=[99, 99], samples=[0, 2]), "episode 99: sample 1 is missing in batch 3"),
         (lambda past: past.edit(1, 2, prompts=[[9, 9]] * GROUP), "prompt 9 of epoch 9 was trained, but is unknown"),
         (lambda past: past.edit(1, 2, prompts=[[9, 9]] * GROUP), "counts as trained, but no trainer trained it"),
         (lambda past: past.lose([1]), "batch 2 is missing in the ledger of replica 1"),
