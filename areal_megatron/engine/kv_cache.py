@@ -27,6 +27,7 @@ BATCHED_TOKENS = 8192
 SHARE = 0.25
 """The part of a machine's memory that the KV caches of all engines may take together."""
 _LIMIT = Path("/sys/fs/cgroup/memory.max")
+_CPUINFO = Path("/proc/cpuinfo")
 
 
 ELEMENT = {"bfloat16": 2, "float16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
@@ -79,13 +80,23 @@ def block_tokens(config: Config, hf_config: Mapping[str, Any], on_cuda: bool) ->
         return given
     # vLLM makes blocks of keys and values as large as the state of a layer with linear attention.
     layer = given * bytes_per_token(config, hf_config) // d.full_layers
-    return given * -(-_state_bytes(d, tp, ITEMSIZE[config.model.dtype]) // layer)
+    element = ITEMSIZE[config.model.dtype]
+    return given * -(-_state_bytes(d, tp, element, 4 if on_cuda or _has_fast_states() else element) // layer)
 
 
-def _state_bytes(d: Dimensions, tp: int, element: int) -> int:
+def _state_bytes(d: Dimensions, tp: int, element: int, of_matrix: int) -> int:
     """Bytes that a layer with linear attention keeps of a sequence on one rank: the inputs of its convolution, and of
-    each value head a matrix in float32."""
-    return ((d.kernel - 1) * d.convolved * element + d.linear_value * d.linear_key_dim * 4) // tp
+    each value head a matrix, whose elements take `of_matrix` bytes."""
+    return ((d.kernel - 1) * d.convolved * element + d.linear_value * d.linear_key_dim * of_matrix) // tp
+
+
+def _has_fast_states() -> bool:
+    """Whether vLLM has kernels of linear attention for this processor, which keep matrices in float32; else they are in
+    the dtype of the model."""
+    try:
+        return "avx512_bf16" in _CPUINFO.read_text(encoding="utf-8").split()
+    except OSError:
+        return False
 
 
 def batched_tokens(config: Config) -> int:

@@ -114,7 +114,7 @@ class EpisodeRunner:
         except (EpisodeOver, RewardFailed):
             pass
         except Exception as e:  # the workflow is the user's, and so are the agents that it runs
-            problem = f"{type(e).__name__}: {str(e)[:500]}"
+            problem = printable(f"{type(e).__name__}: {e}", 500)
         if episode.failure:
             raise episode.failure
         if not problem and not episode.answers:
@@ -161,7 +161,6 @@ class EpisodeRunner:
 
     def _tell_failure(self, prompt: Prompt, problem: str, answered: bool) -> None:
         self._failed_tries += 1
-        problem = printable(problem, 1000)
         if worth_a_line(self._failed_tries):
             log.warning("workflow failure %d, prompt %d: %s", self._failed_tries, prompt.id, problem)
         self._failures_without_answer += not answered

@@ -30,6 +30,7 @@ from areal_megatron.config import Config, ConfigError
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.data.trajectory import decoder, encoder
 from areal_megatron.engine.client import Completion
+from areal_megatron.process.errors import printable
 from areal_megatron.process.shown import guard
 from areal_megatron.reward.worker import HEADER, Answer, Scored
 from areal_megatron.run.folder import RunError
@@ -39,6 +40,7 @@ from areal_megatron.workflows.sampling import INTERRUPTED, Sampling
 from areal_megatron.workflows.scoring import ScoredEpisode, Scorer
 from areal_megatron.workflows.workflow import load_workflow
 
+log = logging.getLogger(__name__)
 _NICE = 10
 """How much the controller goes before, where workflows compute on its cores."""
 _episode: ContextVar[int] = ContextVar("episode")
@@ -245,13 +247,15 @@ class Worker:
         sampling = Sampling(client, rollout, stop_tokens, None, may_interrupt=lambda: client.interrupted)
         try:
             found = await self._runners[environment].sample(sampling, asked.spec, 1)
+            account = Counter()
+            for runner in filter(None, self._runners):
+                account.update(runner.account())
+            self._frames.send(EpisodeEnded(number, found[0] if found else None, dict(account)))
         except (ConfigError, RunError) as e:
-            self._frames.send(RunFailed(number, str(e), isinstance(e, ConfigError)))
-            return
-        account = Counter()
-        for runner in filter(None, self._runners):
-            account.update(runner.account())
-        self._frames.send(EpisodeEnded(number, found[0] if found else None, dict(account)))
+            self._frames.send(RunFailed(number, printable(str(e)), isinstance(e, ConfigError)))
+        except Exception as e:  # the controller is not to wait for ever
+            log.exception("an episode ends the run")
+            self._frames.send(RunFailed(number, printable(f"{type(e).__name__}: {e}"), by_config=False))
 
 
 class HeldUp:

@@ -81,9 +81,9 @@ def test_the_cache_has_the_blocks_that_were_planned(run, half):
     log = run.log("engine-0").read_text()
     tokens = block_tokens(config, hf_config, on_cuda=False)
     assert f"Setting attention block size to {tokens} tokens" in log
-    # A block has the keys and values of the one layer with attention; each of the other three takes one for its state.
+    # The one layer with attention has blocks for its keys and values; each of the other three takes one for its state.
     blocks = cpu_bytes(config, hf_config, 10**15) / (tokens * 2 * 2 * 64 * 2)
-    assert blocks == 1 + 8 * (3 + 1)
+    assert blocks == 1 + 8 * (3 + -(-(len(PROMPT) + LIMIT) // tokens))
     assert re.search(r"Maximum concurrency for [\d,]+ tokens per request: ([\d.]+)x", log)[1] >= "8"
 
 

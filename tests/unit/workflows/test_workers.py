@@ -32,6 +32,10 @@ MODULE = textwrap.dedent("""
         await episode.sample()
         raise ValueError("broken")
 
+    async def fails_oddly(episode):
+        await episode.sample()
+        raise ValueError(chr(0xD800))
+
     async def dies_once(episode):
         text = await episode.sample()
         try:
@@ -136,6 +140,11 @@ def test_what_fails_is_counted(tmp_path, monkeypatch):
     found, counts = Pool(tmp_path, monkeypatch, "fails").run()
     assert all(one.score.failure == "ValueError: broken" and not one.score.trained for one in found)
     assert counts["workflow_failures"] == 2
+
+
+def test_a_failure_that_is_no_unicode_is_told(tmp_path, monkeypatch):
+    found, _ = Pool(tmp_path, monkeypatch, "fails_oddly").run(n=1)
+    assert [one.score.failure for one in found] == [r"ValueError: \ud800"]
 
 
 def test_a_worker_that_dies_costs_its_episodes_a_retry(tmp_path, monkeypatch):
