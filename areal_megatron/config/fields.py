@@ -52,6 +52,28 @@ class ModelConfig:
 
 
 @dataclass
+class LoraConfig:
+    """Low-rank adapters (LoRA), which are trained in place of the model's weights."""
+
+    rank: int = key(0, at_least=0, at_most=512)
+    """Rank of the two factors of each adapter, r; 0: no adapters, all weights are trained."""
+    alpha: float = key(32.0, above=0, needs="rank")
+    """What an adapter gives is multiplied by alpha/rank, by PEFT's definition."""
+    targets: str = key("all-linear", needs="rank")
+    """The linear layers that get an adapter, by the names that PEFT and Hugging Face have for them: `q_proj,v_proj`.
+    `all-linear`: those of attention and dense MLPs, of experts only the one that every token goes through."""
+    use_rslora: bool = key(False, needs="rank")
+    """Multiply by alpha/√rank instead (rsLoRA)."""
+    merge: bool = key(False, needs="rank")
+    """Send engines whole weights, with the adapters added to them, instead of the adapters."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names in `targets`."""
+        return tuple(name.strip() for name in self.targets.split(","))
+
+
+@dataclass
 class DataConfig:
     train: str = ""
     """JSONL, Parquet or a folder, or OWNER/NAME[@REVISION][:[SUBSET/]SPLIT] on the Hugging Face hub; a row has `prompt`
@@ -586,6 +608,7 @@ class Config:
     batch_size: int = key(512, at_least=1)
     """Trajectories of a PPO update (B), or rows or pairs of a supervised step."""
     model: ModelConfig = field(default_factory=ModelConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     data: DataConfig = field(default_factory=DataConfig)
     machine: MachineConfig = field(default_factory=MachineConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
@@ -659,6 +682,11 @@ class Config:
     @property
     def has_critic(self) -> bool:
         return self.ppo.has_critic and not self.is_supervised
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether adapters are trained, and the model's own weights are not."""
+        return self.lora.rank > 0
 
     @property
     def groups_per_batch(self) -> int:

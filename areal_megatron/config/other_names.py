@@ -95,10 +95,9 @@ _NAMES = {
     "seed": "random_seed data_seed",
 }
 _NONE_HERE = {
-    "there is no LoRA or other adapter: all parameters are trained": """lora lora_rank lora_r lora_alpha lora_dropout
-        use_peft peft peft_config use_lora lora_target_modules target_modules qlora lora.rank lora.enabled""",
+    "adapters have no dropout": "lora_dropout lora.dropout",
     "there are no quantized weights: parameters are trained in model.dtype": """load_in_4bit load_in_8bit quantization
-        bnb fp8 quant""",
+        bnb fp8 quant qlora""",
     "trainers are Megatron's, not FSDP or DeepSpeed: divide the model with trainer.tp, trainer.pp and trainer.dp": """
         fsdp fsdp_config zero_stage deepspeed zero fsdp_size dtensor_cfg strategy""",
     "vLLM alone generates, in engines of its own: see rollout.engines and rollout.tp": """use_vllm rollout.name

@@ -41,6 +41,7 @@ def check(config: Config, where: Callable[[str], str] = lambda key: key) -> None
     _check_run(config, require)
     _check_options(config, require)
     _check_ppo(config, require)
+    _check_lora(config, require)
     _check_environments(config, require)
     _check_reward_model(config, require)
     for mode, section in (("sft", config.sft), ("dpo", config.dpo)):
@@ -183,6 +184,15 @@ def _check_ppo(config: Config, require: Require) -> None:
             "ppo.critic.warmup",
             f"{ppo.critic.warmup} leaves the policy none of updates={config.updates}",
         )
+
+
+def _check_lora(config: Config, require: Require) -> None:
+    names = config.lora.names
+    for name in names:
+        require(re.fullmatch(r"all-linear|\w+", name) is not None, "lora.targets", f"{name!r} is no name of a layer")
+    require(len(set(names)) == len(names), "lora.targets", "names a layer twice")
+    require("all-linear" not in names or len(names) == 1, "lora.targets", "all-linear has all others: leave them out")
+    require(not config.has_adapters, "lora.rank", "no trainer has adapters yet; leave it out")
 
 
 def _check_corrections(ppo: PPOConfig, require: Require) -> None:
