@@ -77,6 +77,8 @@ class Architecture:
     """Whether the output layer is the embedding; the checkpoint has no lm_head then."""
     is_reward_model: bool = False
     """Whether the output layer gives a score in place of logits."""
+    is_adapter: bool = False
+    """Whether these are the factors of adapters, which layers alone have."""
 
     @property
     def output_layer(self) -> Row | None:
@@ -111,6 +113,8 @@ class Architecture:
     @property
     def _rows(self) -> list[Row]:
         inner = [row.of_layers(self.dimensions) for row in self.layer if self.dimensions.layers_with(row)]
+        if self.is_adapter:
+            return inner
         return [EMBEDDING, *inner, FINAL_NORM, *([self.output_layer] if self.output_layer else [])]
 
     def is_of_further_layer(self, tensor: str) -> bool:

@@ -65,6 +65,8 @@ class Row:
     sections: tuple[tuple[str, str], ...] = ()
     """The sections of the tensor's rows, for Cut.SECTIONS and Cut.GROUPS: the name that Megatron's checkpoints have for
     each, and its axis."""
+    among: tuple[str, ...] = ()
+    """The tensors that Cut.HEADS fuses, where the row has only some of them."""
 
     @property
     def of_experts(self) -> bool:
@@ -78,7 +80,7 @@ class Row:
         """Returns the row with the checkpoint's full names, which begin with the layer's number."""
         prefix = numbered(LAYER_PREFIX, dimensions.layers_with(self))
         tensors = {prefix + name: f"{self.layers.value} {axes}" for name, axes in self.tensors.items()}
-        return replace(self, tensors=tensors)
+        return replace(self, tensors=tensors, among=tuple(prefix + name for name in self.among))
 
 
 LAYER_PREFIX = "model.layers.{}."
@@ -121,6 +123,8 @@ class Dimensions:
     linear_value_dim: int = 0
     kernel: int = 0
     """The tokens that the short convolution sees: the last ones."""
+    adapter_rank: int = 0
+    """The rank of the factors of adapters (models/adapter.py)."""
 
     @property
     def sparse_layers(self) -> int:

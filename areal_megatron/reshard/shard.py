@@ -108,7 +108,9 @@ class ShardBuilder:
             case Cut.ROWS:
                 stack = [Rows(name, *share.of(rows)) for name in shapes]
             case Cut.HEADS | Cut.GATED_HEADS:
-                stack = self.fuse_heads(self.dimensions, share, tuple(shapes), row.cut is Cut.GATED_HEADS)
+                names = row.among or tuple(shapes)
+                fused = self.fuse_heads(self.dimensions, share, names, row.cut is Cut.GATED_HEADS)
+                stack = [rows for rows in fused if rows.tensor in shapes]
             case Cut.SECTIONS | Cut.GROUPS:
                 stack = list(self._sections(row, next(iter(shapes)), share))
             case Cut.VOCABULARY:

@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from areal_megatron.config import ConfigError, TrainerConfig
+from areal_megatron.models.adapter import Adapter, adapted
 from areal_megatron.models.architecture import Architecture, architecture
 from areal_megatron.models.table import EMBEDDING, FINAL_NORM, HEAD, TIED_HEAD, Dimensions, Row
 from areal_megatron.reshard.boxes import Layout, Rows, window
@@ -137,9 +138,10 @@ class MegatronSizes:
         return [range(start, start + sizes[stage]) for start in starts]
 
 
-def layout(hf_config: Mapping[str, Any], sizes: MegatronSizes, rank: int) -> Layout:
-    """Returns what trainer rank `rank` holds. Raises ConfigError if the sizes do not fit the model."""
-    return _layout(architecture(hf_config), sizes, sizes.coordinates(rank))
+def layout(hf_config: Mapping[str, Any], sizes: MegatronSizes, rank: int, adapter: Adapter | None = None) -> Layout:
+    """Returns what trainer rank `rank` holds of the model, or of an adapter's factors. Raises ConfigError if the sizes
+    do not fit the model."""
+    return _layout(adapted(architecture(hf_config), adapter), sizes, sizes.coordinates(rank))
 
 
 def without_head(layout: Layout) -> Layout:
@@ -155,9 +157,9 @@ def is_head(parameter: str) -> bool:
     return parameter.endswith(HEAD.megatron)
 
 
-def layouts(hf_config: Mapping[str, Any], sizes: MegatronSizes) -> list[Layout]:
+def layouts(hf_config: Mapping[str, Any], sizes: MegatronSizes, adapter: Adapter | None = None) -> list[Layout]:
     """Returns the layout of each trainer rank; ranks that hold the same share one object."""
-    model = architecture(hf_config)
+    model = adapted(architecture(hf_config), adapter)
     held = cache(lambda at: _layout(model, sizes, at))
     return [held(at._replace(cp=0, dp=0, edp=0)) for at in map(sizes.coordinates, range(sizes.ranks))]
 
@@ -179,11 +181,11 @@ def _layout(model: Architecture, sizes: MegatronSizes, at: Coordinates) -> Layou
     for number, layers in enumerate(chunks):
         prefix = f"model{number}." if sizes.vpp > 1 else ""
         first, last = at.pp == 0 and number == 0, at.pp == sizes.pp - 1 and number == sizes.vpp - 1
-        if first:
+        if first and not model.is_adapter:
             shard.add(EMBEDDING, prefix + EMBEDDING.megatron)
         for row in model.layer:
             shard.add_layers(row, prefix + "decoder.layers.{}." + _name(row, sizes), layers, row.dtype)
-        if last:
+        if last and not model.is_adapter:
             shard.add(FINAL_NORM, prefix + FINAL_NORM.megatron)
             if model.output_layer:
                 shard.add(model.output_layer, prefix + HEAD.megatron)

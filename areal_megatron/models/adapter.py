@@ -1,0 +1,113 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685) of a model, by the names that PEFT has for their tensors.
+
+A linear layer with weight W [out, in] gives W·x + scale·B·A·x with its adapter: `lora_A` is A [rank, in], `lora_B` is
+B [out, rank]. Where Megatron or vLLM fuses several layers of a checkpoint, each of them has its own A and B.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, replace
+
+from areal_megatron.config import ConfigError, LoraConfig
+from areal_megatron.models.architecture import Architecture
+from areal_megatron.models.table import Cut, Row
+
+ALL_LINEAR = "all-linear"
+FACTORS = ("lora_A", "lora_B")
+MEGATRON = ".adapter."
+"""What is in Megatron's names of factors, and of no other parameter."""
+_WEIGHT = ".weight"
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """Which linear layers of a model have adapters, and of which kind."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+    """The last parts of the layers' names, or ALL_LINEAR alone."""
+    use_rslora: bool = False
+
+    @classmethod
+    def of(cls, settings: LoraConfig) -> Adapter | None:
+        """Returns what a run's config asks for; None without adapters."""
+        if not settings.rank:
+            return None
+        return cls(settings.rank, settings.alpha, settings.names, settings.use_rslora)
+
+    @property
+    def scale(self) -> float:
+        """What B·A is multiplied by."""
+        return self.alpha / (self.rank**0.5 if self.use_rslora else self.rank)
+
+    def modules(self, model: Architecture) -> list[str]:
+        """Returns the last parts of the names of the linear layers with an adapter, in the order of the model. Raises
+        ConfigError for a target that the model does not have."""
+        found = list(dict.fromkeys(_module(name) for row in model.layer if takes_adapter(row) for name in row.tensors))
+        if self.targets == (ALL_LINEAR,):
+            return found
+        for target in self.targets:
+            if target not in found:
+                experts = {_module(name) for row in model.layer if row.of_experts for name in row.tensors}
+                near = difflib.get_close_matches(target, found, 1)
+                hint = f", did you mean {near[0]}?" if near else f"; {model.name} has {', '.join(found)}"
+                kind = "is of experts alone, which get no adapters" if target in experts else "is no linear layer"
+                raise ConfigError(f"lora.targets: {target} {kind}{hint}")
+        return [name for name in found if name in self.targets]
+
+
+def takes_adapter(row: Row) -> bool:
+    """Returns whether a row is of linear layers that may have adapters: not of experts, nor of their router."""
+    return ".linear_" in row.megatron and row.megatron.endswith(_WEIGHT) and not row.of_experts
+
+
+def adapted(model: Architecture, adapter: Adapter | None) -> Architecture:
+    """Returns the factors of a model's adapter as an architecture of their own, with the model's sizes; without an
+    adapter the model. Raises ConfigError for targets that the model does not have."""
+    if adapter is None:
+        return model
+    modules = adapter.modules(model)
+    layer = [
+        factor
+        for row in model.layer
+        if takes_adapter(row) and any(_module(name) in modules for name in row.tensors)
+        for factor in _factors(row, modules)
+    ]
+    dimensions = replace(model.dimensions, adapter_rank=adapter.rank)
+    return replace(model, dimensions=dimensions, layer=tuple(layer), is_adapter=True)
+
+
+def _factors(row: Row, modules: list[str]) -> tuple[Row, Row]:
+    """The rows of A and of B of the layers that one weight of Megatron's fuses.
+
+    A layer that is cut by rows has A whole on every rank, one that is cut by columns has B whole.
+    """
+    axes = {name: axes.split() for name, axes in row.tensors.items() if _module(name) in modules}
+    by_columns = row.cut is Cut.COLUMNS
+    first, second = FACTORS
+    down = _named(row, first) | {
+        "cut": Cut.COLUMNS if by_columns else Cut.WHOLE,
+        "tensors": {_factor(name, first): f"adapter_rank {inner}" for name, (_, inner) in axes.items()},
+    }
+    up = _named(row, second) | {
+        "cut": Cut.WHOLE if by_columns else row.cut,
+        "tensors": {_factor(name, second): f"{outer} adapter_rank" for name, (outer, _) in axes.items()},
+        "among": tuple(_factor(name, second) for name in row.tensors),
+    }
+    return replace(row, **down), replace(row, **up)
+
+
+def _named(row: Row, factor: str) -> dict[str, str]:
+    megatron = row.megatron.removesuffix(_WEIGHT) + MEGATRON + factor
+    return {"megatron": megatron, "vllm": f"{row.vllm.removesuffix(_WEIGHT)}.{factor}", "grouped": "", "fused": ""}
+
+
+def _factor(name: str, factor: str) -> str:
+    return f"{name.removesuffix(_WEIGHT)}.{factor}{_WEIGHT}"
+
+
+def _module(name: str) -> str:
+    """The last part of the name of a weight's layer: q_proj."""
+    return name.removesuffix(_WEIGHT).rpartition(".")[2]
