@@ -1,5 +1,6 @@
 """Adapters' tensors against the linear layers of transformers' models, which PEFT would give one each."""
 
+from copy import deepcopy
 from math import prod
 
 import pytest
@@ -19,7 +20,7 @@ CLASSIC = ("q_proj", "v_proj")
 
 def described(name):
     make_config, make_model, own = MODELS[name]
-    config = make_config(**SIZES | own)
+    config = make_config(**deepcopy(SIZES | own))  # transformers writes into rope_parameters
     config.architectures = [make_model.__name__]
     return config, make_model
 
