@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 HASTY_RATE = 0.5
@@ -90,17 +91,21 @@ def make_data(seed: int) -> dict[str, list[dict[str, str]]]:
     }
 
 
-def make_tokenizer():
-    """Returns a transformers tokenizer with a token for each character, and one for `\\boxed{`."""
+def make_tokenizer(words: Sequence[str] = ()):
+    """Returns a transformers tokenizer with a token for each character, and one for `\\boxed{`. `words` have tokens of
+    their own; those in angle brackets, but for <think> and </think>, are a template's alone."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    reserved = [f"<reserved-{i}>" for i in range(VOCABULARY_SIZE - len(VOCABULARY))]
-    ids = {token: i for i, token in enumerate(VOCABULARY + reserved)}
+    known = [*VOCABULARY, *words]
+    reserved = [f"<reserved-{i}>" for i in range(VOCABULARY_SIZE - len(known))]
+    ids = {token: i for i, token in enumerate(known + reserved)}
     tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\\boxed\{|."), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\\boxed\{|</?think>|."), "isolated")
     tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>")
+    named = {"eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<unk>"}
+    speakers = [word for word in words if word.startswith("<") and "think" not in word]
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, additional_special_tokens=speakers, **named)
 
 
 FAMILIES = ("qwen3", "qwen2", "qwen3_moe", "glm4_moe", "deepseek_v3")

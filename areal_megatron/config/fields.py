@@ -651,6 +651,11 @@ class Config:
         )
 
     @property
+    def reads_rows(self) -> bool:
+        """Whether a function of the user gets whole rows: a reward or a workflow."""
+        return self.reward.is_own or ":" in self.rollout.workflow
+
+    @property
     def trainer_ranks(self) -> int:
         return self.trainer.tp * self.trainer.cp * self.trainer.pp * self.trainer.dp
 

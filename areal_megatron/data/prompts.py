@@ -42,7 +42,7 @@ class Prompt:
     digest: bytes = b""
     """`digest_of` what the row says, by which a resumed run knows it."""
     row: dict[str, Any] | None = None
-    """All columns of the row, for a reward function of the user; None for other rewards."""
+    """All columns of the row, for a reward function or workflow of the user; None without either."""
     chat: Chat | None = None
     """The messages of the prompt; None if its text is the only one, the user's."""
 
@@ -148,7 +148,7 @@ def read_prompts(
             pass_rate=pass_rate_of(record),
             where=record.where,
             digest=digest_of_prompt(record, item, by_environment),
-            row=record.row if by_environment[record.environment].reward.is_own else None,
+            row=record.row if by_environment[record.environment].reads_rows else None,
             chat=None if isinstance(item.prompt, str) else item.prompt,
         )
         for record, item, ids, length in zip(found, items, tokens, lengths, strict=True)
@@ -156,9 +156,8 @@ def read_prompts(
 
 
 def digest_of_prompt(record: Record, item: Item, environments: Sequence[Config]) -> bytes:
-    """Returns `Prompt.digest`. `environments`: the config's; a reward function of the user may read any column of a
-    row."""
-    own = [stated(record.row)] if environments[record.environment].reward.is_own else []
+    """Returns `Prompt.digest`. `environments`: the config's; a function of the user may read any column of a row."""
+    own = [stated(record.row)] if environments[record.environment].reads_rows else []
     return digest_of(record.id, record.environment, item.prompt, item.answer, record.row.get("response_tokens"), *own)
 
 

@@ -5,18 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import reprlib
-from collections.abc import Sequence
 from dataclasses import replace
 
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.data.prompts import Prompt
 from areal_megatron.data.tokenizer import Tokenizer
-from areal_megatron.engine.client import Completion, EngineError
 from areal_megatron.process.errors import printable, worth_a_line
 from areal_megatron.process.lateness import pauses
 from areal_megatron.reward.function import is_score
 from areal_megatron.reward.no_score import RewardFailed
-from areal_megatron.run.folder import RunError
 from areal_megatron.workflows.episode import Episode, EpisodeOver, EpisodeSpec, Interrupted, RunResources
 from areal_megatron.workflows.openai_endpoint import OpenAIEndpoint
 from areal_megatron.workflows.sampling import Sampling
@@ -36,13 +33,10 @@ class EpisodeRunner:
         runner = EpisodeRunner(config, Workflow(multi_turn.run, turns=3), tokenizer, scorer)
         sampling = Sampling(engine_client, config.rollout, tokenizer.stop_tokens, cache_salt=None)
         spec = EpisodeSpec(prompt, version=0, request_id="group-0", seed=1, purpose="train")
-        for episode in await runner.sample(sampling, spec, n=8) or ():
+        if episode := await runner.sample(sampling, spec):
             print(len(episode.samples), episode.score.reward)
         await runner.close()
     """
-
-    resumes = False
-    """Whether answers that were interrupted can be continued."""
 
     def __init__(
         self, config: Config, workflow: Workflow, tokenizer: Tokenizer, scorer: Scorer, patience: int | None = None
@@ -67,36 +61,23 @@ class EpisodeRunner:
     async def close(self) -> None:
         await self._endpoint.close()
 
-    async def sample(
-        self, sampling: Sampling, spec: EpisodeSpec, n: int, interrupted: Sequence[Completion] = ()
-    ) -> list[ScoredEpisode] | None:
-        """Returns n episodes, the k-th with seed + k; None if they were interrupted. There are no answers that were
-        `interrupted`: episodes begin again.
+    async def sample(self, sampling: Sampling, spec: EpisodeSpec) -> ScoredEpisode | None:
+        """Returns the episode; None if it was interrupted.
 
         Raises EngineError if a request fails for the last time, ConfigError if no episode at all gets an answer, and
         what RewardWorkers.judge raises.
         """
-        specs = [replace(spec, request_id=f"{spec.request_id}-{k}", seed=spec.seed + k) for k in range(n)]
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._run(sampling, own)) for own in specs]
-        except ExceptionGroup as e:
-            if e.subgroup(Interrupted):
-                return None
-            if failed := e.subgroup((EngineError, ConfigError, RunError)):
-                raise failed.exceptions[0] from None
-            raise
-        return [task.result() for task in tasks]
-
-    async def _run(self, sampling: Sampling, spec: EpisodeSpec) -> ScoredEpisode:
         episode = Episode(self._resources, sampling, spec)
-        scores, problem = await self._tried(episode)
-        for number, pause_s in enumerate(pauses(self._config.reward.retry_s), 2):
-            if not problem:
-                break
-            await asyncio.sleep(pause_s)
-            episode = Episode(self._resources, sampling, replace(spec, request_id=f"{spec.request_id}-try{number}"))
+        try:
             scores, problem = await self._tried(episode)
+            for number, pause_s in enumerate(pauses(self._config.reward.retry_s), 2):
+                if not problem:
+                    break
+                await asyncio.sleep(pause_s)
+                episode = Episode(self._resources, sampling, replace(spec, request_id=f"{spec.request_id}-try{number}"))
+                scores, problem = await self._tried(episode)
+        except Interrupted:
+            return None
         self.failures += bool(problem)
         if not problem and scores is None:
             try:

@@ -246,11 +246,11 @@ class Worker:
         rollout, stop_tokens = self._configs[environment].rollout, self._tokenizer.stop_tokens
         sampling = Sampling(client, rollout, stop_tokens, None, may_interrupt=lambda: client.interrupted)
         try:
-            found = await self._runners[environment].sample(sampling, asked.spec, 1)
+            found = await self._runners[environment].sample(sampling, asked.spec)
             account = Counter()
             for runner in filter(None, self._runners):
                 account.update(runner.account())
-            self._frames.send(EpisodeEnded(number, found[0] if found else None, dict(account)))
+            self._frames.send(EpisodeEnded(number, found, dict(account)))
         except (ConfigError, RunError) as e:
             self._frames.send(RunFailed(number, printable(str(e)), isinstance(e, ConfigError)))
         except Exception as e:  # the controller is not to wait for ever

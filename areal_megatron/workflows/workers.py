@@ -102,6 +102,10 @@ class EpisodeWorkers:
                 return await worker.run(sampling, spec, scorer)
             except _WorkerDiedError as e:
                 problem = str(e)
+            except _NotSentError as e:
+                problem = str(e)
+                log.warning("%s", printable(problem, 500))
+                break
         self._counted["workflow_failures"] += 1
         context = Transcript(spec.prompt.tokens, spec.version).with_observation(sampling.stop_tokens[:1])
         return ScoredEpisode((context,), scorer.reward(0.0, 1, False, False, failure=problem), ((),))
@@ -170,6 +174,10 @@ class _WorkerDiedError(Exception):
     """The worker process is gone; says how it ended."""
 
 
+class _NotSentError(Exception):
+    """A row cannot be sent, such as one with half a character or a number of more than 64 bits; says which."""
+
+
 @dataclass(eq=False)
 class _Running:
     """An episode that a worker runs, and what the controller does for it."""
@@ -214,11 +222,14 @@ class _Worker:
         return worker
 
     async def run(self, sampling: Sampling, spec: EpisodeSpec, scorer: Scorer) -> ScoredEpisode | None:
-        """Raises _WorkerDiedError, and what EpisodeWorkers.run does."""
+        """Raises _WorkerDiedError, _NotSentError, and what EpisodeWorkers.run does."""
         number, result = next(self._numbers), asyncio.get_running_loop().create_future()
         running = self.running[number] = _Running(sampling, spec, scorer, result)
         try:
-            self._send(RunEpisode(number, _sendable(spec)))
+            try:
+                self._send(RunEpisode(number, spec))
+            except (UnicodeEncodeError, TypeError, OverflowError) as e:
+                raise _NotSentError(f"{spec.prompt.where}: cannot be sent to a process of workflows: {e}") from None
             return await result
         finally:
             del self.running[number]
@@ -307,8 +318,3 @@ class _Worker:
 
     async def _judge(self, running: _Running, asked: Judge) -> Judged:
         return Judged(asked.call, await running.scorer.judge(running.spec.prompt, asked.response, asked.cut))
-
-
-def _sendable(spec: EpisodeSpec) -> EpisodeSpec:
-    """Returns what a worker gets: without the prompt's row, which the controller has for the reward function."""
-    return replace(spec, prompt=replace(spec.prompt, row=None))

@@ -30,7 +30,7 @@ from areal_megatron.workflows.runner import EpisodeRunner
 from areal_megatron.workflows.sampling import Sampling
 from areal_megatron.workflows.scoring import Scorer
 from areal_megatron.workflows.workflow import Workflow
-from tests.support.chat_world import Judge
+from tests.support.chat_world import InThisProcess, Judge
 from tests.support.engines import ask, lengthened, make_run, started_engine
 from tools.bench.standin_engines import answers
 
@@ -330,7 +330,8 @@ def test_trajectories_of_several_turns_are_of_one_distribution(run, reference, i
     async def sampled(client):
         try:
             sampling = Sampling(client, config.rollout, tokenizer.stop_tokens, cache_salt=None)
-            return await episodes.sample(sampling, EpisodeSpec(prompt, 0, "group-0", 2**60, "train"), 3)
+            spec = EpisodeSpec(prompt, 0, "group-0", 2**60, "train")
+            return await InThisProcess(episodes).sample(sampling, spec, 3)
         finally:
             await episodes.close()
 

@@ -1,6 +1,8 @@
 """A tokenizer with a chat template, and an engine client that answers from a script."""
 
+import asyncio
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -126,6 +128,20 @@ def equals(prompt, response, answer):
     return float(response == answer)
 
 
+class InThisProcess:
+    """Runs groups of episodes as WorkflowRunner does, but in this process."""
+
+    resumes = False
+
+    def __init__(self, runner):
+        self._runner = runner
+
+    async def sample(self, sampling, spec, n, interrupted=()):
+        specs = [replace(spec, request_id=f"{spec.request_id}-{k}", seed=spec.seed + k) for k in range(n)]
+        found = await asyncio.gather(*(self._runner.sample(sampling, own) for own in specs))
+        return None if None in found else found
+
+
 class World:
     """Episodes of one workflow, on a scripted engine."""
 
@@ -161,6 +177,7 @@ class World:
         self.client, self.judge = Scripted(answer), Judge(reward)
         self.scorer = Scorer(self.config.reward, self.judge, max_new_tokens)
         self.episodes = EpisodeRunner(self.config, Workflow(run, turns), self.tokenizer, self.scorer)
+        self.groups = InThisProcess(self.episodes)
         self.interrupting = False
 
     def prompt(self, text="hi?", answer="right", forced=None):
@@ -172,8 +189,7 @@ class World:
             self.client, self.config.rollout, self.tokenizer.stop_tokens, None, lambda: self.interrupting
         )
         try:
-            return await self.episodes.sample(
-                sampling, EpisodeSpec(self.prompt(**prompt), version, "group-3", seed, "train"), n
-            )
+            spec = EpisodeSpec(self.prompt(**prompt), version, "group-3", seed, "train")
+            return await self.groups.sample(sampling, spec, n)
         finally:
             await self.episodes.close()

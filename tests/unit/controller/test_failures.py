@@ -92,7 +92,7 @@ def generate(tmp_path, monkeypatch):
             engines=[Engine(0, world.client, timeline)],
             is_lost=None,
             stop_tokens=world.tokenizer.stop_tokens,
-            environments=[Environment(world.config, world.scorer, world.episodes)],
+            environments=[Environment(world.config, world.scorer, world.groups)],
             timeline=timeline,
             evaluation=Decoding(1.0),
         )

@@ -437,7 +437,7 @@ def generation_of(world, tmp_path, client):
         engines=[Engine(0, client, timeline)],
         is_lost=None,
         stop_tokens=world.tokenizer.stop_tokens,
-        environments=[Environment(world.config, world.scorer, world.episodes)],
+        environments=[Environment(world.config, world.scorer, world.groups)],
         timeline=timeline,
         evaluation=sampling.Decoding(1.0),
     )
@@ -523,7 +523,7 @@ def test_an_engine_is_free_while_answers_of_a_single_turn_are_scored(tmp_path, w
     world.scorer.workers.judge = looking
     timeline = Timeline(tmp_path / "timeline", "controller")
     engine = Engine(0, world.client, timeline)
-    runner = world.episodes if workflow == "multi_turn" else SingleTurn(world.scorer)
+    runner = world.groups if workflow == "multi_turn" else SingleTurn(world.scorer)
     sampler = Sampler(
         engines=[engine],
         is_lost=None,

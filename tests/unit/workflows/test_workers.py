@@ -62,6 +62,10 @@ MODULE = textwrap.dedent("""
         await episode.sample()
         return 1.0
 
+    async def reads_the_row(episode):
+        await episode.sample()
+        return episode.prompt.row["deep"]["share"]
+
     async def slow(episode):
         try:
             await episode.sample()
@@ -71,6 +75,8 @@ MODULE = textwrap.dedent("""
             pathlib.Path("cancelled").touch()
             raise
 """)
+
+ROW = {"answer": "right", "deep": {"share": 0.5}}
 
 
 class Pool:
@@ -89,11 +95,11 @@ class Pool:
         self.workers = EpisodeWorkers([self.world.config])
         self.runner = WorkflowRunner(self.workers, self.world.scorer)
 
-    async def sample(self, n=2):
-        world = self.world
+    async def sample(self, n=2, **prompt):
+        world, spec = self.world, EpisodeSpec(replace(self.world.prompt(), **prompt), 0, "group-3", 100, "train")
         stop = world.tokenizer.stop_tokens
         sampling = Sampling(world.client, world.config.rollout, stop, None, lambda: world.interrupting)
-        return await self.runner.sample(sampling, EpisodeSpec(world.prompt(), 0, "group-3", 100, "train"), n)
+        return await self.runner.sample(sampling, spec, n)
 
     def run(self, then=None, n=2):
         """Returns the episodes, and what `then` returns; without it, what was counted."""
@@ -134,6 +140,21 @@ def test_samples_and_rewards_of_answers_come_back(tmp_path, monkeypatch):
     found, _ = Pool(tmp_path, monkeypatch, "talk").run(n=3)
     assert [len(one.samples) for one in found] == [2, 2, 2] and {one.score.of_answers for one in found} == {(5.0, 0.0)}
     assert [one.returns(1.0)[0][0][1] for one in found] == [5.0] * 3
+
+
+def test_the_row_is_the_workflows(tmp_path, monkeypatch):
+    (found,), _ = Pool(tmp_path, monkeypatch, "reads_the_row").run(lambda pool: pool.sample(1, row=ROW))
+    assert found.score.reward == 0.0 and found.score.of_answers == () and found.score.score == 0.5
+
+
+@pytest.mark.parametrize("row", [{"text": "\ud800"}, {"number": 2**64}])
+def test_a_row_that_cannot_be_sent_fails_its_episode(tmp_path, monkeypatch, row):
+    async def then(pool):
+        return await pool.sample(1, row=row, where="x:3"), await pool.sample(1, row=ROW)
+
+    ((failed,), (found,)), counts = Pool(tmp_path, monkeypatch, "reads_the_row").run(then)
+    assert failed.score.failure.startswith("x:3: cannot be sent to a process of workflows: ")
+    assert not failed.score.trained and counts["workflow_failures"] == 1 and found.score.trained
 
 
 def test_what_fails_is_counted(tmp_path, monkeypatch):
