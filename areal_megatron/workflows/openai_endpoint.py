@@ -13,7 +13,7 @@ import logging
 import secrets
 import socket
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -170,14 +170,14 @@ async def _answer(session: _Session, call: Call, messages: list[Message]) -> tup
     tools = call.tools
     earlier = session.answered.longest_prefix(messages, tools)
     context = await session.episode.answer(await _context(session, earlier, messages, tools), call.limit)
-    message = await asyncio.to_thread(_message, session.tokenizer, context.answer, bool(tools))
+    message = await asyncio.to_thread(_message, session.tokenizer, context.answer, tools or [])
     before = earlier.messages if earlier else []  # the same objects, so that equal messages are held once
     session.answered.add([*before, *messages[len(before) :], message], tools, context)
     return message, context
 
 
-def _message(tokenizer: Tokenizer, answer: list[int], with_tools: bool) -> Message:
-    return parsed_answer(tokenizer.decode(answer), with_tools)
+def _message(tokenizer: Tokenizer, answer: list[int], tools: Sequence[Any]) -> Message:
+    return parsed_answer(tokenizer.decode(answer), tools)
 
 
 async def _context(session: _Session, earlier: AnsweredCall | None, messages: list[Message], tools: Any) -> Transcript:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from areal_megatron.run.json_input import parse_json
+from areal_megatron.workflows.tool_calls import find_calls
 from areal_megatron.workflows.transcript import Transcript
 
 Message = dict[str, Any]
 """A message for a chat template: `role`, `content` (text) and maybe `tool_calls`, whose arguments are an object."""
-_CALL_BEGIN = re.compile(r"<tool_call>\s*+(?=\{)")
-_CALL_END = re.compile(r"(?<=\})\s*+</tool_call>")
 
 
 class BadCall(ValueError):
@@ -81,35 +79,18 @@ def normalized(message: dict[str, Any]) -> Message:
 def _normalized_tool_call(function: dict[str, Any]) -> dict[str, Any]:
     arguments = function["arguments"]
     arguments = parse_json(arguments or "{}") if isinstance(arguments, str) else arguments
-    return {"type": "function", "function": {"name": str(function["name"]), "arguments": arguments}}
+    return _tool_call(str(function["name"]), arguments)
 
 
-def parsed_answer(text: str, with_tools: bool) -> Message:
-    """Returns the model's message. If the agent has offered tools, calls as Qwen's and Hermes' templates write them are
-    taken out of the text."""
-    calls = [_tool_call(found) for found in _tool_calls(text)] if with_tools else []
-    if not calls or None in calls:
-        return {"role": "assistant", "content": text}
-    return {"role": "assistant", "content": text[: text.index("<tool_call>")].rstrip(), "tool_calls": calls}
+def _tool_call(name: str, arguments: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def _tool_calls(text: str) -> Iterator[str]:
-    """Yields what stands between <tool_call> and </tool_call>, if it begins and ends with a brace."""
-    at = 0
-    while (begin := _CALL_BEGIN.search(text, at)) and (end := _CALL_END.search(text, begin.end() + 1)):
-        yield text[begin.end() : end.start()]
-        at = end.end()
-
-
-def _tool_call(text: str) -> dict[str, Any] | None:
-    try:
-        call = parse_json(text)
-    except ValueError:
-        return None
-    name, arguments = call.get("name"), call.get("arguments", {})
-    if not isinstance(name, str) or not isinstance(arguments, dict):
-        return None
-    return _normalized_tool_call({"name": name, "arguments": arguments})
+def parsed_answer(text: str, tools: Sequence[Any]) -> Message:
+    """Returns the model's message. If the agent has offered tools, calls of them are taken out of the text."""
+    content, calls = find_calls(text, tools) if tools else (text, [])
+    message = {"role": "assistant", "content": content}
+    return message | {"tool_calls": [_tool_call(call.name, call.arguments) for call in calls]} if calls else message
 
 
 @dataclass(frozen=True)

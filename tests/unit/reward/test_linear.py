@@ -29,7 +29,7 @@ from areal_megatron.reward import (
     worker,
 )
 from areal_megatron.reward.sandbox import ProgramResult
-from areal_megatron.workflows import openai_messages, tool_use
+from areal_megatron.workflows import openai_messages, tool_calls, tool_use
 from tests.support.measured import later
 
 LENGTH = 1_000_000
@@ -42,6 +42,13 @@ PIECES = [
     *("\\boxed{", "\\boxed{1}", "\\boxed{1}}", "\\boxed{{", "\\boxed{}\n", "\\boxed", "\\frac{", "\\text{", "$1$", "("),
     *("```python\n", "```\n", "```python\nx = 1\n", "```py\n```\n", "  ```\n\n", "```x y", "``` \n", "\n```python"),
     *("<tool_call>", "<tool_call>{}", "<tool_call>{", "<tool_call>{}</tool_call>", "}</tool_call>", "</tool_call>"),
+    *("<function=", "<parameter=a>", "<arg_key>", "<arg_key>a</arg_key><arg_value>", "</arg_value>", "</think>"),
+    *(
+        "<｜tool▁call▁begin｜>",
+        "<｜tool▁calls▁begin｜> ",
+        "<|tool_call_begin|>",
+        "<｜tool▁call▁begin｜><｜tool▁call▁end｜>",
+    ),
     *("}  ", "answer is ", "answer:", "the answer is A\n", "answer is $", "answer is \\(", "####", "#### 1\n", "or "),
     *(
         "7 or 8 ",
@@ -147,7 +154,14 @@ READERS = {
     ],
     code.score: [lambda text: code.score("", text, '{"inputs": [""], "outputs": [""]}', limit_s=-1)],  # not run
     function.checked: [lambda text: function.checked((1.0, text))],
-    openai_messages.parsed_answer: [lambda text: openai_messages.parsed_answer(text, True)],
+    openai_messages.parsed_answer: [lambda text: openai_messages.parsed_answer(text, [{"name": "a"}])],
+    tool_calls.split_thinking: [tool_calls.split_thinking],
+    tool_calls.find_calls: [
+        lambda text: tool_calls.find_calls(text, []),
+        lambda text: tool_calls.find_calls(f"<tool_call>{text}", []),
+        lambda text: tool_calls.find_calls(f"<tool_call><function=a>{text}</function></tool_call>", []),
+        lambda text: tool_calls.find_calls(f"<tool_call>a<arg_key>{text}</tool_call>", []),
+    ],
     openai_messages.normalized: [lambda text: openai_messages.normalized({"role": "user", "content": text})],
     tool_use.described: [
         lambda text: tool_use.described(ProgramResult("exit", 1, text, text)),

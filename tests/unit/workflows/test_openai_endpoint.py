@@ -421,12 +421,12 @@ print(json.load(urllib.request.urlopen(request))["choices"][0]["message"]["conte
     ],
 )
 def test_what_is_no_tool_call_stays_text(text):
-    assert parsed_answer(text, True) == {"role": "assistant", "content": text}
+    assert parsed_answer(text, TOOLS) == {"role": "assistant", "content": text}
 
 
 def test_without_tools_nothing_is_a_tool_call():
-    assert parsed_answer(CALL, False)["content"] == CALL
-    assert parsed_answer(CALL, True) == {
+    assert parsed_answer(CALL, [])["content"] == CALL
+    assert parsed_answer(CALL, TOOLS) == {
         "role": "assistant",
         "content": "",
         "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}],
@@ -444,6 +444,6 @@ def test_messages_are_compared_without_what_sdks_add():
             {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"b": 2, "a": 1}'}}
         ],
     }
-    assert normalized(sent) == parsed_answer(CALL, True)
+    assert normalized(sent) == parsed_answer(CALL, TOOLS)
     with pytest.raises(BadCall):
         normalized({"role": None})

@@ -1,0 +1,234 @@
+"""Calls of tools, as models write them into their answers.
+
+Each family has a form of its own. A text is searched for all of them: each begins with words that no other has.
+
+    Qwen, Hermes      <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>
+    Qwen3-Coder       <tool_call><function=add><parameter=a>1</parameter></function></tool_call>
+    GLM-4.5           <tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>
+    DeepSeek-V3, R1   <｜tool▁call▁begin｜>function<｜tool▁sep｜>add, and the arguments as a block of JSON
+    DeepSeek-V3.1     <｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>
+    Kimi-K2           <|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>
+    Llama-3           {"name": "add", "parameters": {"a": 1}}, and nothing else
+
+What is no whole call of one of these forms is text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from areal_megatron.run.json_input import parse_json
+
+THINKING = (
+    ("<think>", "</think>"),
+    ("<thinking>", "</thinking>"),
+    ("◁think▷", "◁/think▷"),
+    ("[THINK]", "[/THINK]"),
+    ("<seed:think>", "</seed:think>"),
+)
+"""How models begin and end their thinking."""
+_MOST_CALLS = 128
+"""More calls in one answer are text."""
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    name: str
+    arguments: dict[str, Any]
+
+
+class _NoCallError(ValueError):
+    """What stands between the words of a form is no call."""
+
+
+Schemas = Mapping[str, Mapping[str, Any]]
+"""The schemas of a tool's parameters by its name, each by the parameter's name."""
+
+
+def split_thinking(text: str) -> tuple[str, str]:
+    """Returns what an answer thinks, and what it says after that. The prompt may have begun the thinking already."""
+    for begin, end in THINKING:
+        head, found, rest = text.partition(end)
+        if found:
+            return head.partition(begin)[2].strip() if begin in head else head.strip(), rest.lstrip()
+    return "", text
+
+
+def find_calls(text: str, tools: Sequence[Any]) -> tuple[str, list[ToolCall]]:
+    """Returns the text before the calls of an answer, its thinking included, and the calls; the whole text and none,
+    if there is none, or any of them is malformed. `tools`: as in OpenAI's API; they say which arguments are texts.
+    """
+    begin = max(text.rfind(end) + len(end) if end in text else 0 for _, end in THINKING)
+    schemas = _schemas(tools)
+    form = next((form for form in _FORMS if form.first.search(text, begin)), None)
+    try:
+        if form is None:
+            calls = _bare_calls(text[begin:], schemas)
+            return (text[:begin], calls) if calls else (text, [])
+        calls = [form.read(body, schemas) for body in form.bodies(text, begin)]
+    except _NoCallError:
+        return text, []
+    if not calls:
+        return text, []
+    return text[: form.first.search(text, begin).start()].rstrip(), calls
+
+
+@dataclass(frozen=True)
+class _Form:
+    first: re.Pattern[str]
+    """Where the calls of an answer begin."""
+    begin: re.Pattern[str]
+    """Comes before each call."""
+    end: re.Pattern[str]
+    """Comes after it."""
+    read: Callable[[str, Schemas], ToolCall]
+
+    def bodies(self, text: str, at: int) -> Iterator[str]:
+        """Yields what stands between `begin` and `end`. Raises _NoCallError if there are too many."""
+        count = 0
+        while (begin := self.begin.search(text, at)) and (end := self.end.search(text, begin.end())):
+            yield text[begin.end() : end.start()]
+            at, count = end.end(), count + 1
+            if count > _MOST_CALLS:
+                raise _NoCallError
+
+
+def _json(text: str) -> Any:
+    try:
+        return parse_json(text)
+    except ValueError:
+        raise _NoCallError from None
+
+
+def _call(name: Any, arguments: Any) -> ToolCall:
+    if not isinstance(name, str) or not name or not isinstance(arguments, dict):
+        raise _NoCallError
+    return ToolCall(name, arguments)
+
+
+def _hermes(body: str, _: Schemas) -> ToolCall:
+    found = _json(body)
+    return _call(found.get("name"), found.get("arguments", {})) if isinstance(found, dict) else _call(None, None)
+
+
+_PARAMETER = re.compile(r"\s*+<parameter=([^>\s]++)>")
+
+
+def _coder(body: str, schemas: Schemas) -> ToolCall:
+    name, closed, rest = body.partition(">")
+    if not closed or not rest.rstrip().endswith("</function>"):
+        raise _NoCallError
+    rest, at, found = rest.rstrip().removesuffix("</function>"), 0, {}
+    while begin := _PARAMETER.match(rest, at):
+        end = rest.find("</parameter>", begin.end())
+        if end < 0:
+            raise _NoCallError
+        value = rest[begin.end() : end].removeprefix("\n").removesuffix("\n")
+        found[begin[1]] = _value(value, schemas.get(name.strip(), {}).get(begin[1]))
+        at = end + len("</parameter>")
+    if rest[at:].strip():
+        raise _NoCallError
+    return _call(name.strip(), found)
+
+
+_KEY = re.compile(r"\s*+<arg_key>([^<]++)</arg_key>\s*+<arg_value>")
+
+
+def _glm(body: str, schemas: Schemas) -> ToolCall:
+    name, found = body.partition("<arg_key>")[0].strip(), {}
+    at = len(body.partition("<arg_key>")[0])
+    while begin := _KEY.match(body, at):
+        end = body.find("</arg_value>", begin.end())
+        if end < 0:
+            raise _NoCallError
+        key = begin[1].strip()
+        found[key] = _value(body[begin.end() : end], schemas.get(name, {}).get(key))
+        at = end + len("</arg_value>")
+    if body[at:].strip() or any(space in name for space in " \n\t{<"):
+        raise _NoCallError
+    return _call(name, found)
+
+
+def _deepseek(body: str, _: Schemas) -> ToolCall:
+    kind, _, rest = body.partition("<｜tool▁sep｜>")
+    if kind.strip() != "function":
+        return _call(kind.strip(), _json(rest))
+    name, fence, arguments = rest.partition("```json\n")
+    if not fence or not arguments.rstrip().endswith("```"):
+        raise _NoCallError
+    return _call(name.strip(), _json(arguments.rstrip().removesuffix("```")))
+
+
+def _kimi(body: str, _: Schemas) -> ToolCall:
+    name, _, arguments = body.partition("<|tool_call_argument_begin|>")
+    return _call(name.strip().rpartition(":")[0].removeprefix("functions."), _json(arguments))
+
+
+_FORMS = (
+    _Form(
+        re.compile(r"<tool_call>\s*+(?=\{)"),
+        re.compile(r"<tool_call>\s*+(?=\{)"),
+        re.compile(r"(?<=\})\s*+</tool_call>"),
+        _hermes,
+    ),
+    _Form(
+        re.compile(r"<tool_call>\s*+(?=<function=)"),
+        re.compile(r"<tool_call>\s*+<function="),
+        re.compile(r"(?<=</function>)\s*+</tool_call>"),
+        _coder,
+    ),
+    _Form(
+        re.compile(r"<tool_call>(?=\s*+[\w.-]++\s*+(?:<arg_key>|</tool_call>))"),
+        re.compile(r"<tool_call>"),
+        re.compile(r"</tool_call>"),
+        _glm,
+    ),
+    _Form(
+        re.compile(r"(?:<｜tool▁calls▁begin｜>\s*+)?<｜tool▁call▁begin｜>"),
+        re.compile(r"<｜tool▁call▁begin｜>"),
+        re.compile(r"<｜tool▁call▁end｜>"),
+        _deepseek,
+    ),
+    _Form(
+        re.compile(r"(?:<\|tool_calls_section_begin\|>\s*+)?<\|tool_call_begin\|>"),
+        re.compile(r"<\|tool_call_begin\|>"),
+        re.compile(r"<\|tool_call_end\|>"),
+        _kimi,
+    ),
+)
+
+
+def _bare_calls(text: str, schemas: Schemas) -> list[ToolCall]:
+    """Returns Llama's calls: an answer that is one, of a tool that there is."""
+    text = text.strip().removeprefix("<|python_tag|>").strip()
+    if not text.startswith("{") or not text.endswith("}"):
+        return []
+    found = _json(text)
+    if not isinstance(found, dict) or found.get("name") not in schemas:
+        return []
+    return [_call(found["name"], found.get("parameters", found.get("arguments", {})))]
+
+
+def _schemas(tools: Sequence[Any]) -> Schemas:
+    found = {}
+    for tool in tools:
+        function = tool.get("function", tool) if isinstance(tool, dict) else {}
+        name, parameters = function.get("name"), function.get("parameters")
+        if isinstance(name, str):
+            properties = parameters.get("properties") if isinstance(parameters, dict) else None
+            found[name] = properties if isinstance(properties, dict) else {}
+    return found
+
+
+def _value(text: str, schema: Any) -> Any:
+    """Returns an argument that is written without quotes: a text, unless the schema says otherwise or is not there."""
+    kind = schema.get("type") if isinstance(schema, dict) else None
+    if kind == "string":
+        return text
+    try:
+        return parse_json(text.strip())
+    except ValueError:
+        return text
