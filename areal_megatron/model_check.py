@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_megatron.config import Config, ConfigError, PPOConfig, TrainerConfig
+from areal_megatron.models.adapter import served
 from areal_megatron.models.architecture import (
     Architecture,
     Dimensions,
@@ -92,7 +93,7 @@ def check_model(config: Config, weights: bool = True, trains: bool = True) -> No
                     f"rollout.{key}: on CPU vLLM's kernels fail with parallel experts and return no routes to replay; "
                     "leave it out"
                 )
-        engine_layout.layout(hf, engine_layout.EngineSizes.of(config.rollout), rank=0)
+        engine_layout.layout(hf, engine_layout.EngineSizes.of(config.rollout), 0, served(config, hf))
         _check_heads(config, model.dimensions)
         _check_length(config, hf, path)
         if config.reward.model:

@@ -379,7 +379,7 @@ class RolloutConfig:
     first_weights: str = key("auto", choices=("auto", "model", "trainers"))
     """Where the weights come from with which an engine begins. `model`: it reads model.path; `trainers`: it reads none
     and is asked nothing until the first version that they publish has arrived; `auto`: `trainers` on GPUs, `model` on
-    CPU."""
+    CPU, and everywhere if adapters are sent."""
     kv_policy: str = key("recompute", choices=("recompute", "keep"))
     """What becomes of running requests at a weight update: their KV cache is recomputed under the new weights, or
     kept."""
@@ -694,6 +694,11 @@ class Config:
         return self.lora.rank > 0
 
     @property
+    def engines_adapt(self) -> bool:
+        """Whether engines hold the model as it is, and get adapters to it from the trainers."""
+        return self.has_adapters and not self.lora.merge
+
+    @property
     def groups_per_batch(self) -> int:
         return self.batch_size // self.rollout.group_size
 
@@ -701,7 +706,7 @@ class Config:
     def engines_start_empty(self) -> bool:
         """Whether an engine has no weights of its own to generate with before it has committed a version."""
         first = self.rollout.first_weights
-        return first == "trainers" or (first == "auto" and not self.machine.is_cpu)
+        return first == "trainers" or (first == "auto" and not self.machine.is_cpu and not self.engines_adapt)
 
     @property
     def longest_sequence(self) -> int:

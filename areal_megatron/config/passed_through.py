@@ -41,10 +41,15 @@ VLLM_OWNED = (
     Owned.of("use rollout.first_weights", "load_format model_loader_extra_config"),
     Owned.of(
         "weight updates are written into parameters as they are loaded, in model.dtype",
-        """quantization quantization_config allow_deprecated_quantization moe_backend enable_lora lora_modules
-        max_loras max_lora_rank lora_dtype max_cpu_loras lora_target_modules default_mm_loras cpu_offload_gb
+        """quantization quantization_config allow_deprecated_quantization moe_backend cpu_offload_gb
         cpu_offload_params offload_backend offload_group_size offload_num_in_group offload_prefetch_step
         offload_params enable_sleep_mode enable_eplb eplb_config expert_placement_strategy enable_elastic_ep""",
+    ),
+    Owned.of(
+        "engines have the adapters that are trained, or none; use lora.rank and lora.targets",
+        """enable_lora lora_modules max_loras max_lora_rank lora_dtype max_cpu_loras lora_target_modules
+        default_mm_loras fully_sharded_loras enable_tower_connector_lora enable_mixed_moe_lora_format
+        enable_moe_shared_loras max_lora_cls_labels""",
     ),
     Owned.of(
         "weights are transferred by the resharder; use reshard.staging",

@@ -192,6 +192,11 @@ def _check_lora(config: Config, require: Require) -> None:
         require(re.fullmatch(r"all-linear|\w+", name) is not None, "lora.targets", f"{name!r} is no name of a layer")
     require(len(set(names)) == len(names), "lora.targets", "names a layer twice")
     require("all-linear" not in names or len(names) == 1, "lora.targets", "all-linear has all others: leave them out")
+    require(
+        not (config.engines_adapt and config.rollout.first_weights == "trainers"),
+        "rollout.first_weights",
+        "engines that are sent adapters read the model from its folder; leave it out, or set lora.merge=true",
+    )
     require(not config.has_adapters, "lora.rank", "no trainer has adapters yet; leave it out")
 
 

@@ -17,15 +17,54 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.platforms import current_platform
 
+    from areal_megatron.models.adapter import VARIABLE
+
     receivers = {"areal": "Receiver", "areal-streamed": "StreamedReceiver", "areal-changes": "ChangesReceiver"}
     for name, receiver in receivers.items():
         WeightTransferEngineFactory.register_engine(name, "areal_megatron.reshard.receive", receiver)
+    if VARIABLE in os.environ:
+        _keep_adapters()
     if current_platform.is_cpu():
         _keep_linear_weights()
+        _leave_experts_alone()
         _rotate_all_heads()
         _use_fused_kernels()
         _expand_settings_of_requests()
         _fork_processes()
+
+
+def _keep_adapters() -> None:
+    """Makes the policy's adapter one without files, which begins as zeros and is filled by the Receiver.
+
+    vLLM forgets all adapters after each update, which it takes for one of the model's own weights: not here.
+    """
+    from vllm.lora.request import LoRARequest
+    from vllm.lora.worker_manager import WorkerLoRAManager
+    from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
+
+    from areal_megatron.engine.adapters import IN_MEMORY
+
+    def load(self: WorkerLoRAManager, request: LoRARequest) -> Any:
+        if request.lora_path != IN_MEMORY:
+            return load_file(self, request)
+        return self._adapter_manager.create_dummy_lora(request.lora_int_id, 1, self.embedding_modules)
+
+    load_file = patch(WorkerLoRAManager, "_load_adapter", load)
+    patch(LoRAModelRunnerMixin, "reset_lora_state", lambda self: None)
+
+
+def _leave_experts_alone() -> None:
+    """Makes experts on CPU compute as without adapters, which are on other layers alone.
+
+    vLLM (0.32) has Triton's kernels for the experts of every model with adapters, and these do not exist on CPU.
+    """
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
+
+    def without_adapters(self: FusedMoEConfig) -> None:
+        self.is_lora_enabled = False
+        complete(self)
+
+    complete = patch(FusedMoEConfig, "__post_init__", without_adapters)
 
 
 def _keep_linear_weights() -> None:

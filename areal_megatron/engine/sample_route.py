@@ -18,6 +18,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from areal_megatron.engine import answers
 from areal_megatron.engine.answers import RawAnswer, RawArray
+from areal_megatron.engine.server import SERVED_MODEL
 
 
 class SampleRoute:
@@ -48,7 +49,9 @@ async def _sample(request: Request) -> Response:
         sampling = SamplingParams(**body["sampling_params"], **final_only)
         prompt = tokens_input(body["token_ids"], cache_salt=body.get("cache_salt"))
         engine = request.app.state.engine_client
-        answered = await _unless_left(request, engine.generate(prompt, sampling, body["request_id"]))
+        adapter = request.app.state.openai_serving_models.lora_requests.get(SERVED_MODEL)
+        generating = engine.generate(prompt, sampling, body["request_id"], lora_request=adapter)
+        answered = await _unless_left(request, generating)
     except (VLLMClientError, ValueError) as e:
         return JSONResponse({"error": str(e)}, status_code=400)
     if answered is None:

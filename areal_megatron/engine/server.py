@@ -28,8 +28,9 @@ from typing import Any
 
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.config.config_file import load
-from areal_megatron.engine import kv_cache
+from areal_megatron.engine import adapters, kv_cache
 from areal_megatron.engine.environment import CPUS, EMPTY, GPU_SHARE, KV_CACHE_BYTES, PART, RENDEZVOUS, SECRET_FILE
+from areal_megatron.models.adapter import VARIABLE, served
 from areal_megatron.models.architecture import architecture, implied, read_config
 from areal_megatron.process.shown import guard
 from areal_megatron.run import gpu_settings
@@ -76,7 +77,11 @@ class NodePart:
 def server_command(config: Config, host: str, port: int, part: NodePart = NodePart()) -> list[str]:
     """Returns vLLM's command line for an engine, or its first part, that listens on host and port."""
     command = [sys.executable, "-m", "areal_megatron.engine.serving"]
-    command += ["--model", _model(config), "--served-model-name", SERVED_MODEL]
+    command += ["--model", _model(config)]
+    if config.engines_adapt:
+        command += ["--served-model-name", adapters.BASE, "--lora-modules", f"{SERVED_MODEL}={adapters.IN_MEMORY}"]
+    else:
+        command += ["--served-model-name", SERVED_MODEL]
     command += ["--host", host, "--port", str(port)]
     command += ["--middleware", "areal_megatron.engine.sample_route.SampleRoute"]
     command += ["--middleware", "areal_megatron.engine.middleware.CommitRoute"]
@@ -119,6 +124,8 @@ def engine_arguments(config: Config) -> list[str]:
         command += ["--enable-expert-parallel"]
     if rollout.replay_routes:
         command += ["--enable-return-routed-experts"]
+    if adapter := served(config, hf_config):
+        command += adapters.slots(adapter, architecture(hf_config)).arguments
     if config.machine.is_cpu:
         size = kv_cache.cpu_bytes(config, hf_config, kv_cache.machine_bytes())
         command += ["--enforce-eager", "--kv-cache-memory-bytes", str(size)]
@@ -169,6 +176,8 @@ def server_environment(config: Config, run: Run, cpus: list[int], parts: int = 1
     }
     if config.engines_start_empty:
         environment[EMPTY] = "1"
+    if config.engines_adapt:
+        environment[VARIABLE] = json.dumps(served(config, read_config(config.model.path)).told)
     if config.rollout.replay_routes:
         environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the one that returns routes
     if not config.machine.is_cpu:

@@ -7,17 +7,24 @@ B [out, rank]. Where Megatron or vLLM fuses several layers of a checkpoint, each
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
-from areal_megatron.config import ConfigError, LoraConfig
-from areal_megatron.models.architecture import Architecture
+from areal_megatron.config import Config, ConfigError, LoraConfig
+from areal_megatron.models.architecture import Architecture, architecture
 from areal_megatron.models.table import Cut, Row
 
 ALL_LINEAR = "all-linear"
 FACTORS = ("lora_A", "lora_B")
 MEGATRON = ".adapter."
 """What is in Megatron's names of factors, and of no other parameter."""
+VARIABLE = "AREAL_ADAPTER"
+"""The environment variable from which an engine's processes know the adapter that they get: Adapter.told, as JSON."""
 _WEIGHT = ".weight"
+_NOT_SERVED = "kv_b_proj"
+"""Engines apply an adapter of this layer wrongly, without an error: latent attention computes with parts of the layer's
+weight (vLLM 0.32)."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +43,16 @@ class Adapter:
         if not settings.rank:
             return None
         return cls(settings.rank, settings.alpha, settings.names, settings.use_rslora)
+
+    @classmethod
+    def of_told(cls, told: Mapping[str, Any]) -> Adapter:
+        """Returns the adapter whose `told` this is."""
+        return cls(**{**told, "targets": tuple(told["targets"])})
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """What other processes are told, as JSON has it."""
+        return asdict(self) | {"targets": list(self.targets)}
 
     @property
     def scale(self) -> float:
@@ -56,6 +73,22 @@ class Adapter:
                 kind = "is of experts alone, which get no adapters" if target in experts else "is no linear layer"
                 raise ConfigError(f"lora.targets: {target} {kind}{hint}")
         return [name for name in found if name in self.targets]
+
+
+def served(config: Config, hf_config: Mapping[str, Any]) -> Adapter | None:
+    """Returns the adapter that the engines of a run get, with all targets by their names; None if they get whole
+    weights. Raises ConfigError for a target that the model does not have or that engines cannot apply."""
+    adapter = Adapter.of(config.lora) if config.engines_adapt else None
+    if adapter is None:
+        return None
+    modules = adapter.modules(architecture(hf_config))
+    if _NOT_SERVED in modules:
+        others = ",".join(name for name in modules if name != _NOT_SERVED)
+        raise ConfigError(
+            f"lora.targets: engines apply an adapter of {_NOT_SERVED} wrongly; write {others}, or have merged weights "
+            "sent with lora.merge=true"
+        )
+    return replace(adapter, targets=tuple(modules))
 
 
 def takes_adapter(row: Row) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from areal_megatron.config import ConfigError, RolloutConfig
+from areal_megatron.models.adapter import Adapter, adapted
 from areal_megatron.models.architecture import architecture
 from areal_megatron.models.table import EMBEDDING, FINAL_NORM, HEAD, LAYER_PREFIX, Dimensions
 from areal_megatron.reshard.boxes import Layout, Rows
@@ -36,9 +37,10 @@ class EngineSizes:
         return self.tp * self.dp
 
 
-def layout(hf_config: Mapping[str, Any], sizes: EngineSizes, rank: int) -> Layout:
-    """Returns what rank `rank` of an engine holds. Raises ConfigError if the sizes do not fit the model."""
-    model = architecture(hf_config)
+def layout(hf_config: Mapping[str, Any], sizes: EngineSizes, rank: int, adapter: Adapter | None = None) -> Layout:
+    """Returns what rank `rank` of an engine holds of the model, or of an adapter's factors. Raises ConfigError if the
+    sizes do not fit the model."""
+    model = adapted(architecture(hf_config), adapter)
     dimensions, whole = model.dimensions, not sizes.expert_parallel
     if sizes.expert_parallel and dimensions.experts < sizes.ranks:
         raise ConfigError(
@@ -53,12 +55,14 @@ def layout(hf_config: Mapping[str, Any], sizes: EngineSizes, rank: int) -> Layou
         fuse_heads=_stacked_heads,
         sections_apart=False,
     )
-    shard.add(EMBEDDING, EMBEDDING.vllm)
+    if not model.is_adapter:
+        shard.add(EMBEDDING, EMBEDDING.vllm)
     for row in model.layer:
         shard.add_layers(row, LAYER_PREFIX + row.vllm, range(dimensions.layers), row.engine_dtype or row.dtype)
-    shard.add(FINAL_NORM, FINAL_NORM.vllm)
-    if not model.tied:
-        shard.add(HEAD, HEAD.vllm)
+    if not model.is_adapter:
+        shard.add(FINAL_NORM, FINAL_NORM.vllm)
+        if not model.tied:
+            shard.add(HEAD, HEAD.vllm)
     return shard.build()
 
 

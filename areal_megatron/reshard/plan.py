@@ -27,6 +27,7 @@ from math import prod
 from typing import Any
 
 from areal_megatron.config import Config
+from areal_megatron.models.adapter import Adapter, served
 from areal_megatron.models.architecture import architecture
 from areal_megatron.reshard import engine_layout, trainer_layout
 from areal_megatron.reshard.boxes import Box, Layout, LayoutError, Piece, numbers
@@ -227,7 +228,8 @@ class Planner:
     """Makes the plans of `engines` engines of equal sizes; they differ only in which replica of a shard sends.
 
     Engine number n takes from the same ranks as engine n − `engines`, so engines added later have plans too, and the
-    plans of the others stay. Raises ConfigError if the sizes do not fit the model.
+    plans of the others stay. With an adapter they are plans of its factors alone. Raises ConfigError if the sizes do
+    not fit the model.
     """
 
     def __init__(
@@ -237,9 +239,10 @@ class Planner:
         engine: engine_layout.EngineSizes,
         bucket_elements: int = BUCKET_ELEMENTS,
         engines: int = 1,
+        adapter: Adapter | None = None,
     ):
-        self.sources = trainer_layout.layouts(hf_config, trainers)
-        self.destinations = [engine_layout.layout(hf_config, engine, rank) for rank in range(engine.ranks)]
+        self.sources = trainer_layout.layouts(hf_config, trainers, adapter)
+        self.destinations = [engine_layout.layout(hf_config, engine, rank, adapter) for rank in range(engine.ranks)]
         self._bucket_elements, self.engines = bucket_elements, engines
         self._dtypes = architecture(hf_config).dtypes
         ranks: dict[int, list[int]] = defaultdict(list)
@@ -262,7 +265,7 @@ class Planner:
     def of(cls, config: Config, hf_config: Mapping[str, Any], trainers: trainer_layout.MegatronSizes) -> Planner:
         """Returns the planner of a run; `trainers` has what the run's config asks for."""
         engine, bucket = engine_layout.EngineSizes.of(config.rollout), largest_bucket(not config.machine.is_cpu)
-        return cls(hf_config, trainers, engine, bucket, config.rollout.engines)
+        return cls(hf_config, trainers, engine, bucket, config.rollout.engines, served(config, hf_config))
 
     def plan(self, engine: int) -> Plan:
         """Returns the plan from all trainer ranks to the ranks of engine number `engine`."""

@@ -16,6 +16,7 @@ attention derives from its projections is a view of them, or recomputed.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -36,10 +37,12 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.platforms import current_platform
 
 from areal_megatron.config import ConfigError
+from areal_megatron.models.adapter import VARIABLE, Adapter
 from areal_megatron.reshard.boxes import LayoutError
 from areal_megatron.reshard.carriers.base import LinkError
 from areal_megatron.reshard.carriers.streams import Listener
 from areal_megatron.reshard.engine_layout import EngineSizes
+from areal_megatron.reshard.policy_slot import PolicySlot
 from areal_megatron.reshard.reception import Inlet, Reception
 from areal_megatron.reshard.session import ROOM, LinkInfo
 from areal_megatron.reshard.staging import Full, Live, Shard, Streamed
@@ -84,8 +87,14 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         # Reserved before vLLM sizes its KV cache, so that the cache leaves room.
-        self._parameters, self._repack = live_parameters(self.model)
-        _clear_padding(self.model)
+        told = os.environ.get(VARIABLE)
+        self._adapter = Adapter.of_told(json.loads(told)) if told else None
+        if self._adapter:
+            slot = PolicySlot(self.model.lora_manager, self._adapter)
+            self._parameters, self._repack = slot.tensors, slot.write
+        else:
+            self._parameters, self._repack = live_parameters(self.model)
+            _clear_padding(self.model)
         self._staging = self.kind.reserve(self._parameters, self.room)
         self._live = Live()
         self._site = _listener(self._rank)
@@ -101,7 +110,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         tp, dp = parallel.tensor_parallel_size, parallel.data_parallel_size
         sizes = EngineSizes(tp, dp, parallel.enable_expert_parallel)
         held = self._parameters, self._staging, sizes, self._rank
-        shard = Shard(*held, self.kind, self._repack, self._live, self._site)
+        shard = Shard(*held, self.kind, self._repack, self._live, self._site, self._adapter)
         try:
             if parallel.pipeline_parallel_size != 1:
                 raise LayoutError("an engine with pipeline parallelism has no layout; use rollout.tp")

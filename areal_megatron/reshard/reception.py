@@ -9,9 +9,8 @@ from __future__ import annotations
 import threading
 import zlib
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import Any
 
 import numpy as np
 import torch
@@ -51,7 +50,7 @@ class Inlet:
         messages."""
         self.dtype = getattr(torch, info.dtype)
         """The dtype of the messages that have none of their own."""
-        _check(shard, info.hf_config, EngineSizes(**info.engine_sizes), self.dtype, self.name)
+        _check(shard, info, self.name)
 
         def join() -> None:
             try:
@@ -269,15 +268,19 @@ class Reception:
             raise LinkError(_ABANDONED)
 
 
-def _check(shard: Shard, hf_config: Mapping[str, Any], sizes: EngineSizes, dtype: torch.dtype, name: str) -> None:
-    holder = f"{name} (vLLM)"
+def _check(shard: Shard, info: LinkInfo, name: str) -> None:
+    holder, sizes = f"{name} (vLLM)", EngineSizes(**info.engine_sizes)
     if shard.sizes != sizes:
         raise LayoutError(f"{holder} has {shard.sizes}, the trainers send to {sizes}")
-    layout = engine_layout.layout(hf_config, sizes, shard.rank)
+    if shard.adapter != info.sent_adapter:
+        takes, sent = (each or "weights" for each in (shard.adapter, info.sent_adapter))
+        raise LayoutError(f"{holder} takes {takes}, the trainers send {sent}")
+    layout = engine_layout.layout(info.hf_config, sizes, shard.rank, shard.adapter)
     layout.check({name: parameter.shape for name, parameter in shard.parameters.items()}, holder)
     own = layout.parameter_dtypes
     for name, parameter in shard.parameters.items():
-        if parameter.dtype != (expected := getattr(torch, own[name]) if name in own else dtype):
-            raise LayoutError(f"{holder}: {name} is {parameter.dtype}, the trainers send {expected}")
+        expected = own.get(name, info.dtype)
+        if parameter.dtype != getattr(torch, expected):
+            raise LayoutError(f"{holder}: {name} is {parameter.dtype}, the trainers send torch.{expected}")
         if not parameter.is_contiguous():
             raise LayoutError(f"{holder}: {name} of shape {list(parameter.shape)} is not contiguous")

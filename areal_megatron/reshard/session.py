@@ -24,6 +24,7 @@ from typing import Any
 import msgspec
 
 from areal_megatron.config import Config
+from areal_megatron.models.adapter import Adapter, served
 from areal_megatron.reshard.engine_layout import EngineSizes
 from areal_megatron.reshard.plan import BUCKET_ELEMENTS, Planner, largest_bucket
 from areal_megatron.reshard.trainer_layout import MegatronSizes
@@ -87,17 +88,24 @@ class LinkInfo:
     """The setting of that name: what messages travel through."""
     may_send_changes: bool = False
     """Whether trainers may send what has changed."""
+    adapter: dict[str, Any] | None = None
+    """Adapter.told of what the trainers send in place of weights; None if they send those."""
 
     def planner(self) -> Planner:
         """Returns the planner that the trainers have too. Raises ConfigError if the sizes do not fit the model."""
         sizes = MegatronSizes(**self.sizes), EngineSizes(**self.engine_sizes)
-        return Planner(self.hf_config, *sizes, self.bucket_elements, self.engines)
+        return Planner(self.hf_config, *sizes, self.bucket_elements, self.engines, self.sent_adapter)
+
+    @property
+    def sent_adapter(self) -> Adapter | None:
+        return None if self.adapter is None else Adapter.of_told(self.adapter)
 
 
 def init_body(
     *, config: Config, engine: int, generation: int, store: str, hf_config: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Returns the body that has engine number `engine` join a new generation of its link at `store` (host:port)."""
+    adapter = served(config, hf_config)
     info = LinkInfo(
         engine=engine,
         generation=generation,
@@ -111,5 +119,6 @@ def init_body(
         engines=config.rollout.engines,
         link=config.link,
         may_send_changes=config.reshard.may_send_changes,
+        adapter=adapter and adapter.told,
     )
     return {"init_info": asdict(info)}

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from areal_megatron.models.adapter import Adapter
 from areal_megatron.reshard.boxes import LayoutError
 from areal_megatron.reshard.carriers.base import LinkError
 from areal_megatron.reshard.carriers.streams import Listener
@@ -224,6 +225,8 @@ class Shard:
     live: Live = field(default_factory=Live)
     site: Listener | None = None
     """Where trainers of another site reach the rank."""
+    adapter: Adapter | None = None
+    """The adapter of which the parameters are."""
 
     def arrivals(self, buckets: Sequence[Bucket], order: Sequence[int], dtype: torch.dtype) -> list[Arrival]:
         """Returns the arrivals of the messages that the rank receives in `order`; `dtype` is of those that have none of

@@ -15,8 +15,10 @@ import hashlib
 import json
 import multiprocessing
 import sys
+from collections.abc import Callable
 from multiprocessing.connection import wait
 from pathlib import Path
+from typing import Any
 
 import torch
 from vllm.config import set_current_vllm_config
@@ -79,7 +81,7 @@ def logits(model: torch.nn.Module) -> list:
     return [str(found.dtype), wrong.abs().max().item(), rounded.abs().max().item()]
 
 
-def live(rank: int, folder: Path) -> None:
+def live(rank: int, folder: Path, examine: Callable[..., Any], lora: Callable[[Path], dict[str, Any]]) -> None:
     load_general_plugins()
     if not torch.accelerator.is_available():
         torch.accelerator.empty_cache = lambda: None  # vLLM's CPU worker does the same
@@ -100,6 +102,7 @@ def live(rank: int, folder: Path) -> None:
             enable_expert_parallel=expert_parallel,
             max_model_len=64,
             distributed_executor_backend="external_launcher",
+            **lora(folder / name),
         ).create_engine_config()
         with set_current_vllm_config(config):
             if not parallel_state.model_parallel_is_initialized():
@@ -110,16 +113,17 @@ def live(rank: int, folder: Path) -> None:
             parallel_state.initialize_model_parallel(tp)
             if rank < tp:
                 sizes = engine_layout.EngineSizes(tp=tp, expert_parallel=expert_parallel)
-                result[f"{name} {tp} {expert_parallel} {dtype}"] = load_and_fill(folder / name, config, sizes, rank)
+                result[f"{name} {tp} {expert_parallel} {dtype}"] = examine(folder / name, config, sizes, rank)
     (folder / f"{rank}.json").write_text(json.dumps(result))
 
 
-def main() -> int:
+def main(examine: Callable[..., Any] = load_and_fill, lora: Callable[[Path], dict[str, Any]] = lambda _: {}) -> int:
+    """`examine` returns what is written of a case, whose engine has the options that `lora` makes of its folder."""
     ranks, folder = int(sys.argv[1]), Path(sys.argv[2]).resolve()
     torch.set_num_threads(1)
     gc.freeze()  # vLLM collects garbage twice a model: without what was imported it takes no time
     fork = multiprocessing.get_context("fork")
-    processes = [fork.Process(target=live, args=(rank, folder), daemon=True) for rank in range(ranks)]
+    processes = [fork.Process(target=live, args=(rank, folder, examine, lora), daemon=True) for rank in range(ranks)]
     for process in processes:
         process.start()
     while living := [process for process in processes if process.exitcode is None]:

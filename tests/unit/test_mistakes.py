@@ -175,6 +175,7 @@ KEYS = {
     "num_nodes=2": "the nodes are those of the job: areal submit --nodes N --gpus M",
     "actor_rollout_ref.actor.use_kl_loss=true": "did you mean 'ppo.penalty.kl'",
     "actor_rollout_ref.rollout.val_kwargs.n=4": "did you mean 'eval.n'",
+    "lora.rank=8 rollout.first_weights=trainers": "rollout.first_weights: engines that are sent adapters read",
     "lora.rank=8": "lora.rank: no trainer has adapters yet",
     "lora.rank=600": "lora.rank: must be a whole number, at least 0 and at most 512, is 600",
     "lora.alpha=16": "lora.alpha: has no meaning without lora.rank",

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from areal_megatron.config import Config
+from areal_megatron.models.adapter import served
 from areal_megatron.models.dtypes import ITEMSIZE
 from areal_megatron.planning.forecast.accelerators import Accelerator
 from areal_megatron.planning.memory.traffic import weight_traffic
@@ -27,10 +28,12 @@ class WeightsTime:
 
     @classmethod
     def of(cls, config: Config, hf_config: Mapping[str, Any], gpu: Accelerator) -> WeightsTime:
-        """Returns them for whole weights, though trainers may send less (docs/resharding.md): that changes what the
-        network does beside the run, and hardly the run. Raises ConfigError where the sizes do not fit the model."""
+        """Returns them for whole weights, or adapters, though trainers may send less (docs/resharding.md): that changes
+        what the network does beside the run, and hardly the run. Raises ConfigError where the sizes do not fit the
+        model."""
         element, sizes = ITEMSIZE[config.model.dtype], EngineSizes.of(config.rollout)
-        shard = max(layout(hf_config, sizes, rank).size for rank in range(sizes.ranks))
+        adapter = served(config, hf_config)
+        shard = max(layout(hf_config, sizes, rank, adapter).size for rank in range(sizes.ranks))
         sent = max(weight_traffic(config, hf_config).sent)
         saved = checkpoint_bytes(config, hf_config) / config.trainer_ranks
         return cls.of_bytes(config, gpu, sent * element, shard * element, saved)

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from areal_megatron.config import Config
-from areal_megatron.engine import kv_cache
+from areal_megatron.engine import adapters, kv_cache
 from areal_megatron.engine.kv_cache import batched_tokens
+from areal_megatron.models.adapter import Adapter, served
 from areal_megatron.models.architecture import architecture
 from areal_megatron.models.dtypes import ITEMSIZE
 from areal_megatron.models.logits import BYTES, SCORED_TOKENS
@@ -39,14 +40,19 @@ def engine_memory(
     `taken` some; it may be negative. On CPU it is what the requests need on a machine with that many bytes. Raises
     ConfigError where the sizes do not fit the model.
     """
-    sizes, element = EngineSizes.of(config.rollout), ITEMSIZE[config.model.dtype]
-    layout = max((engine_layout.layout(hf_config, sizes, rank) for rank in range(sizes.ranks)), key=_elements)
-    staged = _staging(layout, element, config, on_cuda)
+    sizes, element, adapter = EngineSizes.of(config.rollout), ITEMSIZE[config.model.dtype], served(config, hf_config)
+    layout, received = _fullest(hf_config, sizes), _fullest(hf_config, sizes, adapter)
+    staged = _staging(received, element, config, on_cuda)
     described = f"{_elements(layout) / 1e9:,.2f} billion in {config.model.dtype}"
     parts = [
         MemoryPart("weights", sum(_sizes(layout, element).values()), described),
         MemoryPart("staging", staged, f"reshard.staging={config.reshard.staging}"),
     ]
+    if adapter:
+        slots = adapters.slots(adapter, architecture(hf_config))
+        size = slots.count * _elements(_fullest(hf_config, sizes, slots.each)) + _elements(received)
+        note = f"as received, and in {slots.count} slots of rank {slots.each.rank}"
+        parts.append(MemoryPart("adapters", element * size, note))
     if on_cuda:
         tokens = batched_tokens(config)
         peers, own = weight_traffic(config, hf_config).sources, COMMUNICATOR * (sizes.ranks > 1)
@@ -64,6 +70,11 @@ def engine_memory(
     if available:
         parts.append(MemoryPart("KV cache", size, _kv_note(config, hf_config, size, on_cuda)))
     return RankMemory("engine rank", tuple(part for part in parts if part.bytes))
+
+
+def _fullest(hf_config: Mapping[str, Any], sizes: EngineSizes, adapter: Adapter | None = None) -> Layout:
+    layouts = (engine_layout.layout(hf_config, sizes, rank, adapter) for rank in range(sizes.ranks))
+    return max(layouts, key=_elements)
 
 
 def given_size(config: Config) -> str:

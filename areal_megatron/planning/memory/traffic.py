@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from areal_megatron.config import Config
+from areal_megatron.models.adapter import Adapter, served
 from areal_megatron.reshard.engine_layout import EngineSizes
 from areal_megatron.reshard.plan import Planner, Traffic
 from areal_megatron.reshard.trainer_layout import MegatronSizes
@@ -21,9 +22,11 @@ def weight_traffic(config: Config, hf_config: Mapping[str, Any]) -> Traffic | No
     if config.mode != "rl":
         return None
     sizes = MegatronSizes.of(config.trainer), EngineSizes.of(config.rollout)
-    return _traffic(json.dumps(dict(hf_config)), *sizes, config.rollout.engines)
+    return _traffic(json.dumps(dict(hf_config)), *sizes, config.rollout.engines, served(config, hf_config))
 
 
 @lru_cache(maxsize=4)
-def _traffic(hf_config: str, trainers: MegatronSizes, engine: EngineSizes, engines: int) -> Traffic:
-    return Planner(json.loads(hf_config), trainers, engine, engines=engines).traffic
+def _traffic(
+    hf_config: str, trainers: MegatronSizes, engine: EngineSizes, engines: int, adapter: Adapter | None
+) -> Traffic:
+    return Planner(json.loads(hf_config), trainers, engine, engines=engines, adapter=adapter).traffic

@@ -18,6 +18,7 @@ from areal_megatron.config import (
     ConfigError,
     CriticConfig,
     DataConfig,
+    LoraConfig,
     MachineConfig,
     ModelConfig,
     OptimizerConfig,
@@ -185,6 +186,22 @@ def test_engine_weights_and_staging(built, name, tp, streamed, update):
     assert plan.of("weights") == pytest.approx(2 * sum(built[name].values()) / tp, rel=0.02)
     kind = Streamed if streamed else Full
     assert plan.of("staging") == kind.reserve(parameters, ROOM if update == "auto" else 0).nbytes
+
+
+def test_engines_stage_adapters_alone():
+    """Rank 12 on query and output projections of Qwen2.5-32B over 2 ranks: 64 layers; 5,120 wide, with 40 heads and 8
+    key heads of 128. vLLM's slots have rank 16, and those of keys and values too."""
+    lora = LoraConfig(rank=12, targets="q_proj,o_proj")
+    plain, asked = (
+        engine_memory(config(rollout={"tp": 2}, **changed), DENSE, 80 * GIB, on_cuda=True)
+        for changed in ({}, {"lora": lora})
+    )
+    received = 64 * 12 * ((5120 + 2560) + (2560 + 5120))
+    slot = 64 * 16 * (3 * 5120 + 2560 + 2 * 512 + (2560 + 5120))
+    assert asked.of("weights") == plain.of("weights") == plain.of("staging")
+    assert asked.of("staging") == 2 * received and asked.of("adapters") == 2 * (2 * slot + received)
+    assert asked.of("KV cache") > plain.of("KV cache") + 0.9 * plain.of("staging")
+    assert engine_memory(config(rollout={"tp": 2}, lora=replace(lora, merge=True)), DENSE, 0, True).of("adapters") == 0
 
 
 def test_keys_and_values_by_hand():

@@ -1,0 +1,44 @@
+"""How engines serve adapters: vLLM's options for them, and the names by which requests choose one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from areal_megatron.models.adapter import Adapter, adapted
+from areal_megatron.models.architecture import Architecture
+
+BASE = "base"
+"""The name under which an engine with adapters serves the model without one."""
+IN_MEMORY = "memory"
+"""What vLLM is told in place of the folder of an adapter that trainers send."""
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""What vLLM takes for the largest rank of its adapters."""
+
+
+@dataclass(frozen=True)
+class Slots:
+    """The room for adapters in every layer of an engine that may have them."""
+
+    count: int
+    """One more than there are adapters. The last one stays empty: on CPU vLLM (0.32) computes a request without an
+    adapter with what is there, if there are requests with adapters in its batch."""
+    each: Adapter
+    """The largest adapter that fits into a slot. It has all layers that vLLM fuses in one of these."""
+    modules: tuple[str, ...]
+    """The last parts of the names that vLLM has for the layers."""
+
+    @property
+    def arguments(self) -> list[str]:
+        """The options of vLLM's command line."""
+        command = ["--enable-lora", "--max-lora-rank", str(self.each.rank), "--lora-target-modules", *self.modules]
+        return [*command, "--max-loras", str(self.count), "--max-cpu-loras", str(self.count)]
+
+
+def slots(adapter: Adapter, model: Architecture, adapters: int = 1) -> Slots:
+    """Returns the room for `adapters` of the sizes of this one."""
+    parts = [row.vllm.rpartition(".")[0] for row in adapted(model, adapter).layer]
+    fused = [name for row in model.layer if row.vllm.rpartition(".")[0] in parts for name in row.tensors]
+    targets = tuple(dict.fromkeys(name.split(".")[-2] for name in fused))
+    rank = next(rank for rank in RANKS if rank >= adapter.rank)
+    modules = tuple(dict.fromkeys(part.rpartition(".")[2] for part in parts))
+    return Slots(adapters + 1, replace(adapter, rank=rank, targets=targets), modules)

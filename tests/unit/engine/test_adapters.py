@@ -1,0 +1,32 @@
+"""The options with which engines serve adapters."""
+
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from areal_megatron.engine.adapters import RANKS, slots
+from areal_megatron.models.adapter import Adapter
+from areal_megatron.models.architecture import architecture, read_config
+
+MODELS = Path(__file__).resolve().parents[3] / "configs" / "models"
+
+
+def test_the_ranks_are_vllm_s():
+    from vllm.config.lora import MaxLoRARanks
+
+    assert get_args(MaxLoRARanks) == RANKS
+
+
+@pytest.mark.parametrize(
+    ("model", "targets", "modules", "together"),
+    [
+        ("Qwen3-8B", ("q_proj", "up_proj"), ("qkv_proj", "gate_up_proj"), "q_proj k_proj v_proj gate_proj up_proj"),
+        ("DeepSeek-V3", ("q_a_proj",), ("fused_qkv_a_proj",), "q_a_proj kv_a_proj_with_mqa"),
+        ("Moonlight-16B-A3B-Instruct", ("kv_a_proj_with_mqa",), ("kv_a_proj_with_mqa",), "kv_a_proj_with_mqa"),
+    ],
+)
+def test_a_slot_has_the_layers_that_vllm_fuses(model, targets, modules, together):
+    room = slots(Adapter(9, 18.0, targets), architecture(read_config(MODELS / model)), adapters=3)
+    assert room.modules == modules and room.each == Adapter(16, 18.0, tuple(together.split())) and room.count == 4
+    assert " ".join(room.arguments).startswith(f"--enable-lora --max-lora-rank 16 --lora-target-modules {modules[0]}")
