@@ -13,6 +13,10 @@ ROUNDING = 1e-6
 so much is left open by the digits of a float32. Divided by its deviation such noise would become a signal."""
 
 
+LEAST_FACTOR = 0.01
+"""optimizer.staleness_kl never scales the rate by less: a divergence that stays then does not come from the steps."""
+
+
 def are_equal(rewards: Sequence[float]) -> bool:
     """Returns whether rewards, at least one, are equal up to ROUNDING."""
     low, high = min(rewards), max(rewards)

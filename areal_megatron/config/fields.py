@@ -207,6 +207,9 @@ class OptimizerConfig:
     """Decay of the mean of squared gradients, β₂."""
     eps: float = key(1e-5, above=0)
     """Added to the root of that mean, ε."""
+    staleness_kl: float = key(0.05, at_least=0)
+    """Largest KL divergence of the policy from its stale samples, as a share of the entropy. The rate of each update is
+    scaled down to keep to it (docs/staleness.md). 0: never."""
     clip_grad: float = key(1.0, at_least=0)
     """Largest norm of the gradient; 0: not clipped."""
     on_host: bool = False
@@ -315,6 +318,11 @@ class PPOConfig:
     that is distillation."""
     penalty: PenaltyConfig = field(default_factory=PenaltyConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
+
+    @property
+    def has_unit_ratio(self) -> bool:
+        """Whether π_θ/π_prox is 1 at every step, so that nothing that bounds it has an effect."""
+        return self.minibatches == 1 and self.objective != "naive"
 
     @property
     def has_reference(self) -> bool:

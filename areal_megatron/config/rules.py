@@ -143,6 +143,7 @@ def _check_ppo(config: Config, require: Require) -> None:
     ppo = config.ppo
     _check_corrections(ppo, require)
     _check_penalties(ppo, require)
+    _check_single_step(ppo, require)
     require(
         ppo.dual_clip == 0 or ppo.dual_clip > 1,
         "ppo.dual_clip",
@@ -248,11 +249,33 @@ def _check_penalties(ppo: PPOConfig, require: Require) -> None:
     )
 
 
+def _check_single_step(ppo: PPOConfig, require: Require) -> None:
+    """Nothing that acts on the ratio π_θ/π_prox may be asked for where it is 1 at every step."""
+    asked = {
+        "ppo.dual_clip": ppo.dual_clip != 0,
+        "ppo.sapo_positive": not _is_default(ppo, "sapo_positive"),
+        "ppo.sapo_negative": not _is_default(ppo, "sapo_negative"),
+        "ppo.penalty.kl_cov": ppo.penalty.kl_cov != 0,
+    }
+    for name, is_asked in asked.items() if ppo.has_unit_ratio else ():
+        require(
+            not is_asked,
+            name,
+            f"would change nothing: with ppo.minibatches=1 and ppo.objective={ppo.objective} the policy is its own "
+            "proximal policy at each step; set ppo.minibatches to 2 or more, or ppo.objective=naive",
+        )
+
+
 def _is_default(section: Any, name: str) -> bool:
     return getattr(section, name) == type(section).__dataclass_fields__[name].default
 
 
 def _check_supervised(config: Config, require: Require) -> None:
+    require(
+        _is_default(config.optimizer, "staleness_kl"),
+        "optimizer.staleness_kl",
+        f"has no meaning with mode={config.mode}: nothing is sampled, so nothing is stale",
+    )
     require(
         config.batch_size >= config.trainer.dp,
         "batch_size",

@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from contextlib import suppress
-from statistics import mean
 from typing import Any, TextIO
 
 from rich.console import Group
@@ -19,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from areal_megatron.config import Config
+from areal_megatron.observe import staleness
 from areal_megatron.observe.advice import Short, advise
 from areal_megatron.observe.metrics import STEPS, MetricsReader, read_status, surviving
 from areal_megatron.observe.status import EngineStatus, Status
@@ -29,8 +29,6 @@ from areal_megatron.run.folder import Run
 EVENTS_SHOWN = 6
 TREND_WIDTH = 32
 REDRAW_S = 0.5
-LEAST_EFFECTIVE_SHARE = 0.9
-"""Mean of WARNED_EVERY updates below which a run learns less than from fresh answers (docs/staleness.md)."""
 EVENTS = ("first_batch", "engines", "trainers")
 """What is timed of a start (startup.py)."""
 WARNED_EVERY = 20
@@ -170,20 +168,11 @@ class Console:
             self._print(record["time"], _line(record, len(self._steps), self._config.updates))
 
     def _warn(self, record: dict[str, Any]) -> None:
-        """Tells of answers that have been too stale for WARNED_EVERY updates in the mean: single updates are while a
-        run learns fastest, and do no harm."""
-        shares = [share for step in self._updates if (share := step.get("effective_share")) is not None][-WARNED_EVERY:]
+        """Tells of steps that are too long for how stale answers are, once in WARNED_EVERY updates."""
         since = record["version"] - (-WARNED_EVERY if self._warned_at is None else self._warned_at)
-        if len(shares) < WARNED_EVERY or since < WARNED_EVERY or mean(shares) >= LEAST_EFFECTIVE_SHARE:
-            return
-        self._warned_at = record["version"]
-        self._note(
-            record["time"],
-            f"warning: effective_share was {mean(shares):.2f} over {WARNED_EVERY} updates, below "
-            f"{LEAST_EFFECTIVE_SHARE:g}: answers are too stale; lower "
-            f"rollout.max_staleness={self._config.rollout.max_staleness} or optimizer.lr, or mask by ppo.correction, "
-            "see docs/staleness.md",
-        )
+        if since >= WARNED_EVERY and (said := staleness.warning(self._config, self._updates)):
+            self._warned_at = record["version"]
+            self._note(record["time"], f"warning: {said}")
 
     def _advise(self, record: dict[str, Any]) -> None:
         """Tells which pool is short, once in ADVISED_EVERY updates."""
@@ -248,6 +237,7 @@ class Console:
             f"{percent(last.get('truncated_share'))} cut",
             "staleness": f"{number(last.get('staleness_mean'))} mean, {number(last.get('staleness_max'), 0)} max "
             f"(bound {self._config.rollout.max_staleness})",
+            "rate": _rate(last),
             "trained": f"{number(last.get('effective_tokens_per_s'), 0)} tokens/s",
             "idle": f"trainer {percent(last.get('trainer_idle_share'))}, "
             f"engines {percent(last.get('engine_idle_share'))}",
@@ -269,8 +259,15 @@ class Console:
             "loss": f"{number(last.get('loss'), 3):<6}  {_trend(self._steps, 'loss')}",
             "trained": f"{number(last.get('tokens_per_s'), 0)} tokens/s",
             **({"held-out": self._held_out()} if self._evaluations else {}),
-            "learning rate": "–" if last.get("lr") is None else f"{last['lr']:.2e}",
+            "learning rate": _rate(last),
         }
+
+
+def _rate(last: dict[str, Any]) -> str:
+    if last.get("lr") is None:
+        return "–"
+    factor = last.get("lr_factor")
+    return f"{last['lr']:.2e}" + ("" if factor is None or factor == 1 else f", {factor:.2f} of what is scheduled")
 
 
 def _stamped(when: float, text: str) -> str:

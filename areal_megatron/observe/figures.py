@@ -203,6 +203,18 @@ def _off_policy(keys: Collection[str]) -> Section:
                 (Curve("effective_share", TRAIN, "all"), *_by_staleness("effective_share", keys)),
                 zero=True,
             ),
+            Figure(
+                "Effective share of answers",
+                "effective sample size / answers, w multiplied over each",
+                (Curve("effective_share_answers", TRAIN),),
+                zero=True,
+            ),
+            Figure(
+                "KL of the policy from its samples",
+                "nats per token, made by the steps in between",
+                (Curve("kl_staleness", TRAIN),),
+                zero=True,
+            ),
             Figure("Mean of w", "of trained tokens", _by_staleness("weight_mean", keys)),
             Figure("Mean of log w", "of trained tokens", _by_staleness("log_weight_mean", keys)),
             Figure(
@@ -267,6 +279,7 @@ def _optimisation() -> Section:
                 zero=True,
             ),
             Figure("Learning rate", "", (Curve("lr", GREY),), zero=True),
+            Figure("Learning rate over what is scheduled", "", (Curve("lr_factor", TRAIN),), zero=True),
             Figure("Time of an update", "seconds in the trainer", (Curve("step_s", THIRD),), zero=True),
         ),
     )

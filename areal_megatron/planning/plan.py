@@ -51,6 +51,8 @@ class ClusterPlan:
     memory: MemoryPlan
     warnings: Sequence[str] = ()
     """A line each on what works, but slowly or badly."""
+    limit: str = ""
+    """What limits the learning rate, in a line; empty if nothing does."""
 
     def table(self, searched: bool = False) -> str:
         """Returns the plan for people; `searched`: whether its sizes come from `areal plan --best`."""
@@ -65,6 +67,7 @@ class ClusterPlan:
             for key, size in on_host.items()
             if size
         ]
+        lines += [self.limit] if self.limit else []
         if self.memory.engine and self.memory.gpu_gib and not self.memory.shared and not searched:
             lines += [ASK_BEST]
         return "\n".join(lines)
@@ -103,9 +106,9 @@ def plan(
     check_model(config, weights)
     check_for_device(config)
     memory = plan_memory(config, trained_config(config), gpu_gib)
-    said = (_spread(config, placement), _sudden_steps(config), _unusual_clip(config), *uncounted(config))
-    said += (_crowded(config, memory),)
-    return ClusterPlan(placement, memory, [line for line in said if line])
+    said = (_spread(config, placement), _sudden_steps(config), _unusual_clip(config), _unbounded(config))
+    said += (*uncounted(config), _crowded(config, memory))
+    return ClusterPlan(placement, memory, [line for line in said if line], _limit(config))
 
 
 def _sudden_steps(config: Config) -> str:
@@ -126,6 +129,29 @@ def _unusual_clip(config: Config) -> str:
         if value < 1 and not 0.1 <= value / published <= 10:
             return f"ppo.{name}: {value:g}, where {algorithm} is published with {published:g}, its default"
     return ""
+
+
+def _limit(config: Config) -> str:
+    share, eta = config.optimizer.staleness_kl, config.rollout.max_staleness
+    if config.is_supervised or not share or not eta:
+        return ""
+    return (
+        f"optimizer.staleness_kl: rates up to {config.optimizer.lr:g} are scaled down where the policy would leave its "
+        f"samples, which are up to {eta} versions old, by more than {share:g} of the entropy"
+    )
+
+
+def _unbounded(config: Config) -> str:
+    """Bounds of a ratio that is 1 at every step bound nothing."""
+    ppo, named = config.ppo, config.ppo.algorithm in ("gspo", "cispo", "sapo")
+    limited = config.optimizer.staleness_kl > 0 or not config.rollout.max_staleness
+    if config.is_supervised or not ppo.has_unit_ratio or (limited and not named):
+        return ""
+    return (
+        f"ppo.minibatches: with 1 and ppo.objective={ppo.objective} the bounds of {ppo.algorithm} have no effect: the "
+        "policy is its own proximal policy at the only step"
+        + ("" if limited else "; nothing limits a step but optimizer.lr: set optimizer.staleness_kl")
+    )
 
 
 def _crowded(config: Config, memory: MemoryPlan) -> str:

@@ -61,6 +61,13 @@ def sequence_sum(values: Tensor, sequences: Tensor) -> Tensor:
     return _sums(values, places)[places].to(values.dtype)
 
 
+def sequence_products(lag: Tensor, sequences: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the product of the weights of each sequence, up to e^±20, and whether there is such a sequence: [N] each,
+    since there are at most as many as tokens."""
+    places = _numbered(sequences)
+    return _sums(lag, places).clamp(-20, 20).exp(), _sums(torch.ones_like(lag), places) > 0
+
+
 def sequence_mean(values: Tensor, sequences: Tensor) -> Tensor:
     """Returns, for each value, the mean over its sequence: [N]."""
     places = _numbered(sequences)

@@ -13,6 +13,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from areal_megatron.ppo.correction import sequence_products
 from areal_megatron.ppo.loss import Bounds, Tokens, effective_share, log_ratios
 
 STALENESS = {"0": 0, "1": 1, "2": 2, "3-4": 4, "5-8": 8, "9-16": 16, "17+": torch.inf}
@@ -27,6 +28,7 @@ GROUP_SUMS = tuple(f"{statistic}/{group}" for statistic, group in product(STATIS
 SUMS = (
     *("clip_share_high", "clip_share_low", "zero_advantage_share", "log_weight_mean"),
     *("right_tokens", "wrong_tokens", "entropy_right", "entropy_wrong"),
+    *("answers", "answer_weight", "answer_weight_squared"),
 )
 MAXIMA = ("weight_max", *(f"weight_max/{group}" for group in GROUPS))
 
@@ -54,6 +56,8 @@ def sums(
     }
     grouped = torch.stack([_over_groups(members, found[statistic]) for statistic in STATISTICS])
     largest = weight.expand_as(members).masked_fill(~members, 0)
+    products, there = sequence_products(tokens.proximal.double() - tokens.behaviour, tokens.sequences)
+    products = products.masked_fill(~there, 0)
     largest = largest.amax(1) if len(weight) else largest.new_zeros(len(GROUPS))
     return (
         {
@@ -65,6 +69,9 @@ def sums(
             "wrong_tokens": (~right).sum(),
             "entropy_right": entropy.masked_fill(~right, 0).sum(),
             "entropy_wrong": entropy.masked_fill(right, 0).sum(),
+            "answers": there.sum(),
+            "answer_weight": products.sum(),
+            "answer_weight_squared": products.square().sum(),
             **dict(zip(GROUP_SUMS, grouped.flatten().unbind(), strict=True)),
         },
         dict(zip(MAXIMA, (largest.amax(), *largest.unbind()), strict=True)),
@@ -80,6 +87,9 @@ def metrics(totals: Mapping[str, float]) -> dict[str, float]:
     tokens = max(totals["tokens"], 1)
     found = {name: totals[name] / tokens for name in SUMS[:4]}
     found |= {"weight_mean": totals["weight"] / tokens, "weight_max": totals["weight_max"]}
+    answers, weight, squared = (totals[name] for name in ("answers", "answer_weight", "answer_weight_squared"))
+    if answers:
+        found["effective_share_answers"] = effective_share(weight, squared, answers)
     for answers in ("right", "wrong"):
         if count := totals[f"{answers}_tokens"]:
             found[f"entropy_{answers}"] = totals[f"entropy_{answers}"] / count

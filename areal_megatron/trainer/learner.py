@@ -23,6 +23,8 @@ class Steps:
     """Called once, right before the first step is taken."""
     norms: list[float] = field(default_factory=list)
     """The gradient norms, before clipping, of the steps taken."""
+    rates: list[float] = field(default_factory=list)
+    """Their learning rates."""
     skipped: int = 0
     """Steps not taken because the gradient was not finite: not a number, or beyond the range of float16."""
     idle: int = 0
@@ -68,6 +70,7 @@ class Learner:
             self.optimizer.step(norm)
             move_biases(self.chunks)
             steps.norms.append(norm)
+            steps.rates.append(self.optimizer.lr)
         else:
             steps.skipped += 1
 

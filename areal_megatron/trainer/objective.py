@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from areal_megatron.config import PPOConfig
-from areal_megatron.ppo import diagnostics
+from areal_megatron.ppo import diagnostics, in_flight
 from areal_megatron.ppo.algorithm import ALGORITHMS
 from areal_megatron.ppo.loss import Bounds, Tokens, log_linear, metric_sums
 from areal_megatron.ppo.penalty import PenaltyTokens, k3, penalised, penalty
@@ -29,7 +29,7 @@ class Objective:
     `vocabulary` has the temperature that answers are sampled with.
     """
 
-    def __init__(self, policy: Policy, vocabulary: Vocabulary, settings: PPOConfig):
+    def __init__(self, policy: Policy, vocabulary: Vocabulary, settings: PPOConfig, eta: int):
         self._policy, self._objective, self._steps = policy, settings.objective, settings.minibatches
         self._algorithm = ALGORITHMS[settings.algorithm]
         self._penalty = settings.penalty.coefficients
@@ -43,6 +43,7 @@ class Objective:
             settings.dual_clip or math.inf,
             (settings.sapo_positive, settings.sapo_negative),
         )
+        self._eta = eta
         self._sampled, self._written = vocabulary, replace(vocabulary, temperature=1.0)
 
     def logprobs(self, hidden: Tensor, microbatch: MicroBatch, *, written: bool = False) -> Tensor:
@@ -50,10 +51,13 @@ class Objective:
         from; by the distribution at temperature 1 if they are `written`."""
         return trained_logprobs(self._policy, self._written if written else self._sampled, hidden, microbatch)[0]
 
-    def ppo(self, hidden: Tensor, sampled: PPOMicroBatch, taken: int, sums: TokenSums) -> Tensor:
+    def ppo(
+        self, hidden: Tensor, sampled: PPOMicroBatch, taken: int, sums: TokenSums, seen: list[Tensor] | None = None
+    ) -> Tensor:
         """Returns the sum of the tokens' losses, and adds the metrics of the micro-batch to `sums`.
 
-        `taken`: the optimizer steps since the batch began; at 0 the current policy is the trained version.
+        `taken`: the optimizer steps since the batch began; at 0 the current policy is the trained version. `seen` gets
+        the sums of in_flight.py, which are of that version.
         """
         current, entropy = trained_logprobs(self._policy, self._sampled, hidden, sampled.microbatch, entropy=True)
         now, behaviour = current.detach(), sampled.behaviour
@@ -76,6 +80,9 @@ class Objective:
         comparable = sampled.by_this_version & (not taken or self._objective == "decoupled")
         difference = ((proximal if taken else now) - behaviour).abs().masked_fill(~comparable, 0)
         detached = replace(tokens, current=now)
+        if seen is not None:
+            columns = entropy.detach(), sampled.staleness, sampled.by_this_version
+            seen.append(in_flight.sums(now, behaviour, *columns, self._eta))
         diagnosed, largest, single = diagnostics.sums(
             detached, entropy.detach(), sampled.right, sampled.staleness, self._bounds
         )

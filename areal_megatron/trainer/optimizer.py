@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor
 
 from areal_megatron.config import OptimizerConfig
+from areal_megatron.ppo.in_flight import InFlight, restored
 from areal_megatron.run.folder import RunError
 from areal_megatron.trainer.cpu import cpu_passes_for_cuda
 from areal_megatron.trainer.host_optimizer import HostOptimizer
@@ -84,11 +86,23 @@ class ModelOptimizer:
         self._clip_grad = settings.clip_grad
         self._schedule = schedule(settings, steps, self.megatron)
         self._chunks = chunks
+        self.factor = 1.0
+        """What the next steps' scheduled rates are multiplied by."""
+        self.in_flight = InFlight()
+        """What the factor follows from; a checkpoint keeps it."""
 
     @property
     def lr(self) -> float:
         """The learning rate of the last step."""
         return self.megatron.param_groups[0]["lr"]
+
+    @property
+    def scheduled_lr(self) -> float:
+        """The learning rate that the schedule has for the next step."""
+        self._schedule.num_steps += 1
+        lr = self._schedule.get_lr(self.megatron.param_groups[0])
+        self._schedule.num_steps -= 1
+        return lr
 
     @property
     def loss_scale(self) -> float | None:
@@ -134,6 +148,8 @@ class ModelOptimizer:
             gradients = (getattr(p, "decoupled_grad", p.grad) for p in parameters)
             torch._foreach_mul_([g for g in gradients if g is not None], self._clip_grad / norm)
         self._schedule.step(1)
+        for group in self.megatron.param_groups:
+            group["lr"] *= self.factor
         self.megatron.step_with_ready_grads()
 
     def sharded_state(self, model: dict[str, Any], metadata: dict[str, Any]) -> dict[str, Any]:
@@ -180,7 +196,7 @@ class ModelOptimizer:
         return dict(enumerate(states)) if len(states) > 1 else states[0]
 
     def schedule_state(self) -> dict[str, Any]:
-        return {"steps": self._schedule.num_steps}
+        return {"steps": self._schedule.num_steps, "in_flight": asdict(self.in_flight)}
 
     def load(self, state: dict[str, Any], schedule: dict[str, Any]) -> None:
         """Loads moments, main parameters, the scale of the loss and the schedule's step; learning rate and weight decay
@@ -197,6 +213,7 @@ class ModelOptimizer:
             group |= settings
         self._schedule.num_steps = 0
         self._schedule.step(schedule["steps"])
+        self.in_flight = restored(schedule.get("in_flight", {}))
 
     def _allocate(self) -> None:
         """Makes the moments, which optimizers otherwise do at their first step."""

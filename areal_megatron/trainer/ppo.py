@@ -28,6 +28,7 @@ from areal_megatron.trainer.learner import Learner, Steps, step_metrics
 from areal_megatron.trainer.logprobs import Vocabulary
 from areal_megatron.trainer.objective import Objective
 from areal_megatron.trainer.parallel import Parallel
+from areal_megatron.trainer.rate_limit import RateLimit
 from areal_megatron.trainer.reference import Reference
 from areal_megatron.trainer.residual import Residual
 from areal_megatron.trainer.routing import Routing
@@ -104,10 +105,11 @@ class PPO:
     ):
         self._config, self._policy, self._critic, self._reference = config, policy, critic, reference
         self._parallel, self._part, self._timeline = parallel, part, timeline
-        self._objective = Objective(policy.chunks[-1].module, vocabulary, config.ppo)
+        self._objective = Objective(policy.chunks[-1].module, vocabulary, config.ppo, config.rollout.max_staleness)
         self._algorithm = ALGORITHMS[config.ppo.algorithm]
         self._routing = Routing.of(policy.chunks[0].config)
         self._residual = Residual(policy.chunks)
+        self._limit = RateLimit(config, policy.optimizer, parallel)
 
     def update(self, part: BatchPart, before_step: Callable[[], None] = lambda: None) -> BatchResult:
         """Makes one PPO update on this replica's part of the batch: proximal log-probabilities, then mini-batches.
@@ -122,15 +124,17 @@ class PPO:
         self._set_reference(minibatches)
         sums, steps = TokenSums(), Steps(before_step)
         warming_up = self._critic and part.version < self._critic.warmup
+        self._limit.begin()
         for minibatch, teaches in zip(minibatches, teaching, strict=True):
-            loss = partial(self._objective.ppo, taken=len(steps.norms), sums=sums)
+            loss = partial(self._objective.ppo, taken=len(steps.norms), sums=sums, seen=self._limit.seen)
             work = [(sampled.microbatch, partial(loss, sampled=sampled)) for sampled in minibatch]
             if teaches and not warming_up:
-                self._step(work, steps)
+                self._step(work, steps, sum(teaching))
             else:
                 pipeline.forward(self._policy.chunks, work)  # for the metrics only
                 steps.idle += not warming_up
         self._policy.optimizer.settle()
+        metrics |= self._limit.end(steps)
         applied = not warming_up and steps.finish()
         if self._critic:
             before = (lambda: None) if applied else before_step
@@ -148,9 +152,10 @@ class PPO:
         found = self._logprobs("logprobs", list(chain(*minibatches)))
         return torch.cat([torch.zeros(0, device=self._parallel.device), *found])
 
-    def _step(self, work: Sequence[pipeline.Work], steps: Steps) -> None:
+    def _step(self, work: Sequence[pipeline.Work], steps: Steps, planned: int) -> None:
         with self._timeline.span("train", tokens=pipeline.token_count(work)):
             gradient_norm = self._policy.gradient(work)
+        self._limit.before_step(planned)
         self._policy.step(gradient_norm, steps)
 
     def _ppo_metrics(self, sums: TokenSums, steps: Steps, start: float) -> dict[str, float]:

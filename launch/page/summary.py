@@ -41,6 +41,7 @@ _RL = (
     ("log-probability difference, largest", "logprob_diff_max", "{:.1e}", max),
     ("the same of the probe", "mismatch_max", "{:.1e}", max),
     ("effective share, least", "effective_share", "{:.3f}", min),
+    ("learning rate over what is scheduled, mean", "lr_factor", "{:.3f}", mean),
     *((title, key, "{:,.0f}", sum) for title, key in _TOTALS.items()),
 )
 

@@ -303,6 +303,14 @@ def test_the_size_of_an_update_is_known_from_a_sample_of_the_weights(folder, on_
     on_ranks("check_update_size", math.prod(layout.values()), cases=cases)
 
 
+@pytest.mark.parametrize(
+    "layout", [{"dp": 2}, pytest.param({"tp": 2, "pp": 2}, marks=pytest.mark.soak)], ids=["dp2", "tp2-pp2"]
+)
+def test_the_rate_is_scaled_to_what_is_in_flight_on_all_ranks_alike(folder, on_ranks, layout):
+    cases = numbered(folder, [({}, layout), ({"on_host": True}, layout)])
+    on_ranks("check_rate_limit", math.prod(layout.values()), cases=cases)
+
+
 def test_a_trainer_that_was_replaced_writes_no_ledger(folder, on_ranks):
     run = Run(folder / "begun")
     run.create()

@@ -2,7 +2,7 @@
 
     python tools/bench/staleness.py [--out runs/sweep-staleness] [--cells 'PATTERN …'] [--list] [key=value …]
 
-A cell is one PPO run from one warm-started model: naive or decoupled objective, η of 0, 8 or 16, a seed, and an arm:
+A cell is one PPO run from one warm-started model: naive or decoupled objective, η of 0 to 16, a seed, and an arm:
 what else is different (staleness_table.py lists the arms). Each finished cell is kept in OUT/results.json with its
 commit; the same command runs what is missing, failed or was interrupted. `--cells 'falling-*'` or `--cells '*-seed1'`
 runs a part; `--list` shows what is finished. OUT/staleness.md and OUT/staleness.svg hold the tables and the plot of the
@@ -226,6 +226,7 @@ def measure(folder: Path) -> dict[str, Any]:
         "staleness_max": max(answers),
         "token_staleness_mean": _weighted_mean(_total(updates, "token_staleness_histogram")),
         **{key: mean(update[key] for update in updates) for key in SHARES},
+        "lr_factor": float(mean(update.get("lr_factor", 1.0) for update in updates)),
         "effective_share_min": min(update["effective_share"] for update in updates),
         "training_accuracy": [round(update["accuracy"], 4) for update in updates],
     }

@@ -19,7 +19,7 @@ from matplotlib.ticker import PercentFormatter
 from areal_megatron.observe.estimates import Estimate
 
 OBJECTIVES = ("naive", "decoupled")
-ETAS = (0, 8, 16)
+ETAS = (0, 4, 8, 16)
 SEEDS = (1, 2, 3)
 
 
@@ -32,19 +32,24 @@ class Arm:
     overrides: tuple[str, ...]
     objectives: tuple[str, ...] = OBJECTIVES
     updates: int = 64
+    etas: tuple[int, ...] = (8, 16)
+    """Above 0."""
     like: str = ""
     """The arm whose runs at η = 0 are also those of this arm, since what it adds does nothing there."""
 
     @property
     def cells(self) -> list[tuple[str, int]]:
         """(objective, η) of the runs. At η = 0 both objectives are one algorithm, which is run once."""
-        stale = [(objective, eta) for eta in ETAS if eta for objective in self.objectives]
+        stale = [(objective, eta) for eta in self.etas for objective in self.objectives]
         return stale if self.like else [("decoupled", 0), *stale]
 
 
 _MASK = ("ppo.correction.sequence_mask_low=0.6667", "ppo.correction.sequence_mask_high=1.5")
-_CONSTANT, _FALLING = (("optimizer.lr=2.5e-5", f"optimizer.schedule={name}") for name in ("constant", "linear"))
-_SLOW = ("optimizer.lr=8e-6", "optimizer.schedule=constant")
+_AS_SCHEDULED = "optimizer.staleness_kl=0"
+_DEFAULT = ("optimizer.lr=2.5e-5", "optimizer.schedule=constant")
+_CONSTANT, _FALLING = (*_DEFAULT, _AS_SCHEDULED), ("optimizer.lr=2.5e-5", "optimizer.schedule=linear", _AS_SCHEDULED)
+_SLOW = ("optimizer.lr=8e-6", "optimizer.schedule=constant", _AS_SCHEDULED)
+_SINGLE = ("ppo.minibatches=1", "optimizer.lr=1e-4", "optimizer.schedule=constant")
 _PRODUCT = "ppo.correction.product_truncate=5"
 ARMS = (
     Arm("falling", "rate 2.5e-5, falling linearly to 0", _FALLING),
@@ -53,11 +58,18 @@ ARMS = (
     Arm("falling_masked", "falling, sequences masked", (*_FALLING, *_MASK), ("decoupled",), like="falling"),
     Arm("product", "constant, weights of sequences", (*_CONSTANT, _PRODUCT), ("decoupled",), like="constant"),
     Arm("slow", "rate 8e-6, constant, 192 updates", _SLOW, updates=192),
+    Arm("scaled", "constant, scaled to what is in flight", _DEFAULT, ("decoupled",), like="constant"),
+    Arm("single", "one mini-batch, rate 1e-4, constant", (*_SINGLE, _AS_SCHEDULED), ("decoupled",), etas=(4, 8)),
+    Arm("single_scaled", "the same, scaled to what is in flight", _SINGLE, ("decoupled",), etas=(4, 8), like="single"),
 )
 STUDENT = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228]
 """97.5% quantiles of Student's t with 1 to 10 degrees of freedom."""
 COLORS = dict(
-    zip((arm.name for arm in ARMS), ("#2563eb", "#dc2626", "#16a34a", "#9333ea", "#0891b2", "#ca8a04"), strict=True)
+    zip(
+        (arm.name for arm in ARMS),
+        ("#2563eb", "#dc2626", "#16a34a", "#9333ea", "#0891b2", "#ca8a04", "#db2777", "#64748b", "#0d9488"),
+        strict=True,
+    )
 )
 MARKERS = {"naive": "s", "decoupled": "o"}
 
@@ -104,7 +116,7 @@ def tables(results: Results) -> str:
     """Returns Markdown: accuracies and progress over η, and every run."""
     commits = sorted({result["commit"] for result in results["cells"].values() if "accuracy" in result})
     of_runs = ["arm", "objective", "η", "runs", "difference from η = 0", "staleness; of tokens"]
-    of_tokens = ["effective_share", "its minimum", "kl_proximal", "clipped", "masked"]
+    of_tokens = ["effective_share", "its minimum", "kl_proximal", "clipped", "masked", "rate scaled by", "largest fall"]
     rows = [_details(results, arm, *cell) for arm in ARMS for cell in arm.cells]
     lines = [
         _over_seeds(results, "held-out accuracy", accuracies),
@@ -151,7 +163,16 @@ def _details(results: Results, arm: Arm, objective: str, eta: int) -> list[str]:
         *(f"{figures[key]:.3f}" for key in ("effective_share", "effective_share_min")),
         f"{figures['kl_proximal']:.4f}",
         *(f"{figures[key]:.1%}" for key in ("clip_share", "masked_share")),
+        f"{figures['lr_factor']:.2f}" if "lr_factor" in figures else "–",
+        f"{100 * max(largest_fall(run['training_accuracy']) for run in runs):.1f}",
     ]
+
+
+def largest_fall(shares: Sequence[float], window: int = 10) -> float:
+    """Returns how far the mean of `window` updates came to lie below that of an earlier one, after half of the run."""
+    means = [mean(shares[first : first + window]) for first in range(max(len(shares) - window + 1, 1))]
+    late = means[len(means) // 2 :]
+    return max(earlier - later for place, earlier in enumerate(late) for later in late[place:])
 
 
 def _percent(share: Estimate, interval: bool = True) -> str:

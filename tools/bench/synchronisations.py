@@ -64,6 +64,7 @@ REASONS = {
     "areal_megatron/ppo/penalty.py": "replicas add up means on their hosts, once a mini-batch",
     "areal_megatron/ppo/selection.py": "replicas add up counts on their hosts",
     "areal_megatron/trainer/critic.py": "replicas add up moments on their hosts, once a batch",
+    "areal_megatron/trainer/rate_limit.py": "the learning rate follows from the first mini-batch, once a batch",
     "areal_megatron/trainer/token_sums.py": "metrics, once a batch",
     "areal_megatron/trainer/ppo.py": "what the probe found is sent to the controller, once a batch",
     "areal_megatron/trainer/update_size.py": "metrics, once a batch",

@@ -68,6 +68,7 @@ def check_straight(folder: Path, rank: int, config: Config) -> None:
         save_as_megatron_does(subject, make_folder(subject, folder / "peer"))
         saver.begin(folder / "checkpoint")
         metrics += update(subject, UPDATES // 2, UPDATES, saver)
+        assert metrics[-1]["lr"] < config.optimizer.lr / 2
         saver.wait()
         keep(subject, folder / "straight", metrics)
         dist.barrier()  # rank 0 has waited for the others
@@ -96,7 +97,7 @@ def check_without_critic(subject: Trainer, saved: Path, path: Path) -> None:
     """A checkpoint of a run that had no critic is refused before anything is loaded."""
     if subject.parallel.is_first:
         common = torch.load(saved / "common.pt", weights_only=False)
-        assert common.pop("critic")["schedule"] == common["schedule"]
+        assert common.pop("critic")["schedule"]["steps"] == common["schedule"]["steps"]
         torch.save(common, path / "common.pt")
         shutil.copy(saved / "metadata.json", path)
     dist.barrier()
@@ -478,8 +479,11 @@ def update(
     """Makes the updates `first` to `last` − 1; returns the metrics that are the same under every layout."""
     metrics = []
     for version in range(first, last):
+        trajectories = make_trajectories(12, version, seed=20 + version)
+        for t in trajectories:  # so that the rate is scaled
+            t.logprobs = t.logprobs - 3 * (t.versions < version).astype("float32")
         part = split(
-            make_trajectories(12, version, seed=20 + version),
+            trajectories,
             version=version,
             minibatches=2,
             cap=128,

@@ -575,6 +575,90 @@ def check_update_size(folder: Path, rank: int, cases: dict[str, list]) -> None:
             assert 1e-4 < abs(found[1] - 1) < 0.15, found
 
 
+def check_rate_limit(folder: Path, rank: int, cases: dict[str, list]) -> None:
+    """Updates take the steps of the schedule, times what the plain formula says of the first mini-batch: with Hugging
+    Face's log-probabilities, token by token. Every rank scales alike.
+
+    cases: run folder → settings of the optimizer, layout.
+    """
+    eta, target, lr = 2, 0.01, 1e-3
+    for run, (settings, layout) in cases.items():
+        config = make_config(
+            folder,
+            "qwen3",
+            layout,
+            optimizer=OptimizerConfig(
+                lr=lr, warmup_steps=0, weight_decay=0.1, schedule="linear", staleness_kl=target, **settings
+            ),
+            rollout=RolloutConfig(group_size=4, temperature=0.7, max_new_tokens=100, max_staleness=eta),
+            ppo=PPOConfig(minibatches=2),
+        )
+        steps = config.updates * 2
+        with open_trainer(folder, rank, config, run) as subject:
+            learner, random, seen = oracle.Learner(load_oracle(folder / "qwen3"), config), np.random.default_rng(3), []
+            paths, factors, step = [], [], learner.step
+            for version in range(4):
+                trajectories, halves = training_data(version)
+                ages, away, entropies = [], [], []
+                for i, t in enumerate(trajectories):
+                    age = random.integers(0, min(version, eta) + 1, len(t.response)).astype(np.int32)
+                    with torch.no_grad():
+                        now, entropy = (own.numpy() for own in oracle.response(learner.model, t, 0.7))
+                    far = random.normal(0, 0.02 + 0.5 * age, len(now)).astype(np.float32)
+                    t.versions, t.logprobs = version - age, now - far
+                    if i in halves[0]:
+                        trained = t.loss_mask == 1
+                        ages += age[trained].tolist()
+                        away += far[trained].tolist()
+                        entropies += entropy[trained].tolist()
+                ages, away = np.array(ages), np.array(away).clip(-2, 2)
+                seen.append((ages, np.exp(away) - 1 - away, np.mean(entropies)))
+                scheduled = [lr * (1 - k / (steps + 1)) for k in (2 * version + 1, 2 * version + 2)]
+                found = plain_factor(seen, paths, eta, target, 2 * scheduled[0])
+                factors.append(min(found, 1.05 * factors[-1]) if factors else found)
+                rates = iter([factors[-1] * rate for rate in scheduled])
+
+                def scaled(loss):
+                    rate = next(rates)  # noqa: B023
+                    for group in learner.optimizer.param_groups:  # noqa: B023
+                        group["lr"] = rate
+                    return step(loss)  # noqa: B023
+
+                learner.step = scaled
+                learner.ppo_update(trajectories, [sorted(half) for half in halves])
+                plan = {"replicas": config.trainer.dp, "minibatches": 2, "cap": 128, "seed": version}
+                part = split(trajectories, version=version, **plan)[subject.parallel.replica]
+                metrics = subject.train_batch(part).metrics
+                paths.insert(0, sum(factors[-1] * rate for rate in scheduled))
+                assert metrics["lr_factor"] == pytest.approx(factors[-1], rel=1e-3)
+                assert metrics["lr"] == pytest.approx(factors[-1] * scheduled[1], rel=1e-3)
+                found = subject.parallel.gather(np.float64(metrics["lr_factor"]).tobytes())
+                assert len(set(found)) <= 1
+            assert factors[0] == 1 and max(factors[2:]) < 0.5 and len(set(factors)) == 4, factors
+            assert_parameters(subject, learner.model.state_dict(), atol=3e-5)
+
+
+def plain_factor(seen: list, paths: list[float], eta: int, target: float, scheduled: float) -> float:
+    """Returns the factor of an update's rates from (ages, divergences, mean entropy) of the first mini-batch of each
+    update up to it, and the sums of the rates of the updates before it, the last one first."""
+    now = len(seen) - 1
+    divergence = path = age = entropy = count = tokens = differing = 0.0
+    for update, (ages, divergences, mean_entropy) in enumerate(seen):
+        weight, before = 0.8 ** (now - update), paths[now - update :]
+        tokens, differing = 0.8 * tokens + np.sum(ages == 0), 0.8 * differing + divergences[ages == 0].sum()
+        moved = divergences - differing / tokens
+        divergence += weight * moved[ages > 0].sum() / len(ages)
+        path += weight * np.mean([sum(before[:a]) ** 2 for a in ages])
+        age += weight * np.mean(ages**2)
+        entropy += weight * mean_entropy
+        count += weight
+    if not divergence > 0:
+        return 1.0
+    old = eta**2 if now < eta else age / count
+    largest = (target * entropy / count * path / divergence / old) ** 0.5
+    return min(1.0, max(0.01, largest / scheduled))
+
+
 def check_replaced(folder: Path, rank: int) -> None:
     """A trainer whose run was started again writes nothing into any ledger."""
     run = Run(folder / "begun", incarnation=0)

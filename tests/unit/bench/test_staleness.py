@@ -32,6 +32,7 @@ def run_of(accuracy: float, effective: float = 0.95) -> dict:
         "clip_share": 0.125,
         "capped_share": 0.0,
         "masked_share": 0.25,
+        "lr_factor": 0.5,
         "training_accuracy": [0.1, 0.2, 0.3, accuracy - 0.5, 0.4, 0.5, 0.6, 0.7],
     }
 
@@ -61,7 +62,7 @@ def test_cells_are_whole_seeds_and_configs_that_hold():
     assert [cell.seed for cell in cells] == [seed for seed in (1, 2, 3) for _ in range(of_seed)]
     for arm in table.ARMS:
         assert arm.like in ("", *(other.name for other in table.ARMS))
-        assert {eta for _, eta in arm.cells} == {0, 8, 16} - ({0} if arm.like else set())
+        assert {eta for _, eta in arm.cells} == {0, *arm.etas} - ({0} if arm.like else set())
     for cell in cells:
         config = config_file.load(ROOT / "configs" / "tiny_cpu.yaml", [*sweep.SETTINGS, *cell.overrides])
         assert (config.ppo.objective, config.rollout.max_staleness, config.seed) == (
@@ -116,20 +117,20 @@ def test_tables_say_what_is_there_and_what_is_not():
     )
     text = table.tables(results)
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
-    over_seeds = [row for row in rows if len(row) == 4 and "," in row[0]]
+    over_seeds = [row for row in rows if len(row) == 5 and "," in row[0]]
     held_out, learning = (
         {row[0]: row[1:] for row in part}
         for part in (over_seeds[: len(over_seeds) // 2], over_seeds[len(over_seeds) // 2 :])
     )
     constant = "rate 2.5e-5, constant"
     both = "96.0 (93.5 – 98.5)"
-    assert held_out[f"naive, {constant}"] == [both, "–", "82.0 (77.0 – 87.0)"]
-    assert held_out[f"decoupled, {constant}"] == [both, "–", "–"], "at η = 0 the objectives are one"
+    assert held_out[f"naive, {constant}"] == [both, "–", "–", "82.0 (77.0 – 87.0)"]
+    assert held_out[f"decoupled, {constant}"] == [both, "–", "–", "–"], "at η = 0 the objectives are one"
     assert held_out["decoupled, constant, sequences masked"][0] == both, "a mask does nothing at η = 0"
-    assert held_out["naive, rate 2.5e-5, falling linearly to 0"] == ["–", "94.0", "–"]
+    assert held_out["naive, rate 2.5e-5, falling linearly to 0"] == ["–", "–", "94.0", "–"]
     # of eight updates the third and the fourth
-    assert learning[f"naive, {constant}"][2].startswith("31.0 (28.5")
-    detail = {tuple(row[:3]): row[3:] for row in rows if len(row) == 11}
+    assert learning[f"naive, {constant}"][3].startswith("31.0 (28.5")
+    detail = {tuple(row[:3]): row[3:] for row in rows if len(row) == 13}
     assert detail["constant", "naive", "16"] == [
         "80.0, 82.0, 84.0",
         "-14.0 (-17.6 to -10.4)",
@@ -139,11 +140,21 @@ def test_tables_say_what_is_there_and_what_is_not():
         "0.0125",
         "12.5%",
         "25.0%",
+        "0.50",
+        "0.0",
     ]
     assert detail["masked", "decoupled", "8"][1] == "-2.0 (-4.3 to +0.3)"
     assert detail["constant", "both", "0"][1] == "–"
     assert detail["falling", "naive", "8"][1] == "–", "one run has no spread"
     assert "Commits: abc" in text and "`updates=3`" in text
+
+
+def test_the_largest_fall_is_of_means_in_the_second_half():
+    rising = [0.01 * n for n in range(64)]
+    assert table.largest_fall(rising) == 0
+    assert table.largest_fall([0.9] * 10 + [0.1] * 54) == 0, "in the first half"
+    assert table.largest_fall([0.5] * 40 + [0.9] * 12 + [0.6] * 12) == pytest.approx(0.3)
+    assert table.largest_fall([0.5] * 40 + [0.9] * 12 + [0.8] * 5 + [0.9] * 7) == pytest.approx(0.05)
 
 
 def test_the_plot_is_a_picture_of_any_part_of_the_results():

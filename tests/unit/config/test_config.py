@@ -152,6 +152,15 @@ def test_every_default_is_allowed_and_every_key_is_explained_or_plain():
         (MINIMAL, ["ppo.sapo_negative=2"], ["ppo.sapo_negative", "only sapo has gates"]),
         (MINIMAL, ["ppo.algorithm=sapo", "ppo.clip_high=0.3"], ["ppo.clip_high", "ppo.sapo_positive"]),
         (MINIMAL, ["ppo.penalty.kl_cov=1", "ppo.objective=loglinear"], ["ppo.penalty.kl_cov", "decoupled"]),
+        (MINIMAL, ["ppo.minibatches=1", "ppo.penalty.kl_cov=1"], ["ppo.penalty.kl_cov", "would change nothing"]),
+        (MINIMAL, ["ppo.minibatches=1", "ppo.dual_clip=3"], ["ppo.dual_clip", "ppo.objective=naive"]),
+        (
+            MINIMAL,
+            ["ppo.minibatches=1", "ppo.algorithm=sapo", "ppo.sapo_negative=2", "ppo.objective=loglinear"],
+            ["ppo.sapo_negative", "ppo.objective=loglinear", "ppo.minibatches to 2 or more"],
+        ),
+        (MINIMAL, ["mode=sft", "optimizer.staleness_kl=0.1"], ["optimizer.staleness_kl", "mode=sft"]),
+        (MINIMAL, ["optimizer.staleness_kl=-1"], ["optimizer.staleness_kl", "at least 0"]),
         (MINIMAL, ["ppo.penalty.kl_cov_share=0.1"], ["ppo.penalty.kl_cov_share", "without ppo.penalty.kl_cov"]),
         (MINIMAL, ["ppo.penalty.kl_form=k3"], ["ppo.penalty.kl_form", "without ppo.penalty.kl"]),
         (MINIMAL, ["ppo.penalty.kl_weighted=false"], ["ppo.penalty.kl_weighted", "ppo.penalty.kl"]),
@@ -234,6 +243,13 @@ def test_bad_input_is_one_line_that_names_the_key(tmp_path, text, overrides, wor
     assert "\n" not in message
     for word in words:
         assert word in message
+
+
+@pytest.mark.parametrize("algorithm", PUBLISHED)
+def test_no_algorithm_is_refused_for_one_minibatch(tmp_path, algorithm):
+    """Its defaults bound nothing there, which nobody asked for; with the naive objective they do."""
+    load(tmp_path, MINIMAL, ["ppo.minibatches=1", f"ppo.algorithm={algorithm}"])
+    load(tmp_path, MINIMAL, ["ppo.minibatches=1", "ppo.objective=naive", "ppo.penalty.kl_cov=1", "ppo.dual_clip=3"])
 
 
 def test_missing_file_is_named(tmp_path):

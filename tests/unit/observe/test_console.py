@@ -40,21 +40,54 @@ def shown(screen):
     return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen.getvalue())
 
 
-def test_answers_that_are_too_stale_in_the_mean_are_told_now_and_then(run):
+@pytest.mark.parametrize(
+    ("limit", "wrong", "told"),
+    [
+        (
+            0.05,
+            {"effective_share": 0.5},
+            "warning: effective_share was 0.86 over 10 updates, below 0.9: steps are too long for answers this stale; "
+            "lower optimizer.lr=2e-05, then rollout.max_staleness=8, see docs/staleness.md",
+        ),
+        (
+            0.0,
+            {"kl_staleness": 0.3},
+            "warning: kl_staleness was 0.24 of the entropy over 10 updates, above 0.2: steps are too long for answers "
+            "this stale; set optimizer.staleness_kl=0.05, or lower optimizer.lr=2e-05, then "
+            "rollout.max_staleness=8, see docs/staleness.md",
+        ),
+    ],
+)
+def test_steps_that_are_too_long_in_the_mean_are_told_now_and_then(run, limit, wrong, told):
     out, writer = io.StringIO(), MetricsWriter(run)
-    console = Console(run, Config(name="demo", updates=99), out)
+    config = Config(name="demo", updates=99)
+    config.optimizer.staleness_kl = limit
+    console = Console(run, config, out)
     for version in range(1, 80):
-        writer.write("update", version, UPDATE | {"effective_share": 0.5 if 25 < version < 70 else 0.95})
+        fine = UPDATE | {"effective_share": 0.95, "kl_staleness": 0.0, "entropy": 0.5}
+        writer.write("update", version, fine | (wrong if 25 < version < 70 else {}))
     writer.flush()
     console.close()
     writer.close()
     lines = [line.split("  ", 1)[1] for line in out.getvalue().splitlines()]
     warned = [place for place, line in enumerate(lines) if line.startswith("warning")]
-    assert lines[warned[0]] == (
-        "warning: effective_share was 0.88 over 20 updates, below 0.9: answers are too stale; lower "
-        "rollout.max_staleness=8 or optimizer.lr, or mask by ppo.correction, see docs/staleness.md"
-    )
-    assert [re.match(r"update (\d+)/99", lines[place + 1])[1] for place in warned] == ["28", "48", "68"]
+    assert lines[warned[0]] == told
+    since = [int(re.match(r"update (\d+)/99", lines[place + 1])[1]) for place in warned]
+    assert since == [since[0], since[0] + 20, since[0] + 40] and 26 <= since[0] <= 29
+
+
+def test_a_rate_that_cannot_be_scaled_enough_is_told_after_ten_updates(run):
+    out, writer = io.StringIO(), MetricsWriter(run)
+    console = Console(run, Config(name="demo", updates=99), out)
+    for version in range(1, 20):
+        writer.write("update", version, UPDATE | {"lr_factor": 0.01 if version > 4 else 0.02})
+    writer.flush()
+    console.close()
+    writer.close()
+    [warned] = (line for line in out.getvalue().splitlines() if "warning" in line)
+    assert "in 10 updates even 0.01 of the rate left more than optimizer.staleness_kl=0.05 of the entropy" in warned
+    assert "lower optimizer.lr=2e-05, then rollout.max_staleness=8" in warned
+    assert out.getvalue().index("update 13/99") < out.getvalue().index(warned) < out.getvalue().index("update 14/99")
 
 
 def test_a_run_that_goes_well_is_not_warned_of(run):
@@ -62,7 +95,8 @@ def test_a_run_that_goes_well_is_not_warned_of(run):
     out, writer = io.StringIO(), MetricsWriter(run)
     console = Console(run, Config(name="demo", updates=99), out)
     for version in range(1, 80):
-        writer.write("update", version, UPDATE | {"effective_share": 0.522 if version % 10 == 0 else 0.97})
+        scaled = {"kl_staleness": 0.025, "entropy": 0.5, "lr_factor": 0.01 if version % 9 else 0.3}
+        writer.write("update", version, UPDATE | scaled | {"effective_share": 0.522 if version % 10 == 0 else 0.97})
     writer.flush()
     console.close()
     writer.close()

@@ -499,6 +499,34 @@ def test_a_clip_of_another_algorithm_is_told(capsys, monkeypatch, overrides, tol
     assert said.startswith(f"warning: {told}") and said.count("\n") == 1 if told else not said
 
 
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        ([], ""),
+        (["ppo.algorithm=gspo"], "the bounds of gspo have no effect"),
+        (["ppo.algorithm=sapo", "rollout.max_staleness=0"], "the bounds of sapo have no effect"),
+        (["optimizer.staleness_kl=0"], "set optimizer.staleness_kl"),
+        (["optimizer.staleness_kl=0", "rollout.max_staleness=0"], ""),
+        (["optimizer.staleness_kl=0", "ppo.objective=naive"], ""),
+    ],
+)
+def test_bounds_without_effect_are_told(capsys, monkeypatch, overrides, told):
+    """With one mini-batch; with two, the ratio moves in between."""
+    monkeypatch.chdir(ROOT)
+    for count, expected in ((1, told), (2, "")):
+        assert plan.main([*CLUSTER, *overrides, f"ppo.minibatches={count}"]) == 0
+        said = capsys.readouterr().err
+        assert said.count("\n") == bool(expected) and expected in said
+        assert not expected or said.startswith("warning: ppo.minibatches: with 1 and ppo.objective=decoupled")
+
+
+def test_what_limits_the_learning_rate_is_told(capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    for override, told in (("seed=1", True), ("rollout.max_staleness=0", False), ("optimizer.staleness_kl=0", False)):
+        assert plan.main([*CLUSTER, override]) == 0
+        assert ("\noptimizer.staleness_kl: rates up to 0.0001 are scaled" in capsys.readouterr().out) == told
+
+
 def test_auto_recomputes_as_little_as_fits():
     asked, kinds = config({"tp": 2, "dp": 24, "recompute": "auto"}, {"tp": 2}), []
     for gib in (45, 48, 50, 55, 60, 65, 70, 75, 80, 90, 120, 180):

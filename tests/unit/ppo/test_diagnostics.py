@@ -34,7 +34,8 @@ def columns(seed):
 def found(given, pieces=1, whole=False):
     """Adds the sums of the micro-batches that the tokens are divided into, one of them empty, and returns metrics."""
     bounds, totals, maxima = Bounds(LOW, HIGH, {}, whole), {}, {}
-    for part in [*np.array_split(np.arange(len(given[0])), pieces), np.arange(0)]:
+    shares = np.array_split(np.unique(given[-1]), pieces)
+    for part in [*(np.flatnonzero(np.isin(given[-1], own)) for own in shares), np.arange(0)]:
         current, proximal, behaviour, advantages, entropy, right, staleness, sequences = (
             torch.from_numpy(column[part]) for column in given
         )
@@ -52,7 +53,7 @@ def found(given, pieces=1, whole=False):
 
 
 def expected(given):
-    current, proximal, behaviour, advantages, entropy, right, staleness, _ = given
+    current, proximal, behaviour, advantages, entropy, right, staleness, sequences = given
     ratio, weight = np.exp(current - proximal), np.exp(proximal - behaviour)
     high, low = (advantages > 0) & (ratio > 1 + HIGH), (advantages < 0) & (ratio < 1 - LOW)
     result = {
@@ -62,6 +63,7 @@ def expected(given):
         "log_weight_mean": np.log(weight).mean(),
         "weight_mean": weight.mean(),
         "weight_max": weight.max(),
+        "effective_share_answers": of_answers(np.bincount(sequences, proximal - behaviour)),
         "entropy_right": entropy[right].mean(),
         "entropy_wrong": entropy[~right].mean(),
     }
@@ -80,6 +82,11 @@ def expected(given):
                 f"clip_share/{name}": (high | low)[own].mean(),
             }
     return result
+
+
+def of_answers(logarithms):
+    products = np.exp(np.clip(logarithms, -20, 20))
+    return products.mean() ** 2 / (products**2).mean()
 
 
 @pytest.mark.parametrize("pieces", [1, 7])

@@ -1,0 +1,49 @@
+"""Warnings of a run whose steps are too long for how stale its answers are. Pure; imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import mean
+from typing import Any
+
+from areal_megatron.config import Config
+from areal_megatron.config.algorithms import LEAST_FACTOR
+
+WARNED_OVER = 10
+"""Updates whose means decide: single updates are far off while a run learns fastest, and do no harm."""
+LEAST_EFFECTIVE_SHARE = 0.9
+LARGEST_KL = 0.2
+"""A larger KL divergence from the samples, as a share of the entropy, came before falls (docs/staleness.md)."""
+
+
+def warning(config: Config, updates: Sequence[dict[str, Any]]) -> str:
+    """Returns a line about the last WARNED_OVER updates; "" if nothing is wrong with them, or they are fewer."""
+    last, o = updates[-WARNED_OVER:], config.optimizer
+    if len(last) < WARNED_OVER:
+        return ""
+    lower = f"lower optimizer.lr={o.lr:g}, then rollout.max_staleness={config.rollout.max_staleness}"
+    if o.staleness_kl and all((step.get("lr_factor") or 1.0) <= LEAST_FACTOR for step in last):
+        return (
+            f"in {WARNED_OVER} updates even {LEAST_FACTOR:g} of the rate left more than "
+            f"optimizer.staleness_kl={o.staleness_kl:g} of the entropy between the policy and its samples: {lower}; "
+            "where mismatch_p99 is large, engines and trainers differ without any step (docs/metrics.md)"
+        )
+    divergence, entropy, share = (_mean(last, key) for key in ("kl_staleness", "entropy", "effective_share"))
+    if divergence is not None and entropy and divergence > LARGEST_KL * entropy:
+        limit = "" if o.staleness_kl else "set optimizer.staleness_kl=0.05, or "
+        return (
+            f"kl_staleness was {divergence / entropy:.2f} of the entropy over {WARNED_OVER} updates, above "
+            f"{LARGEST_KL:g}: steps are too long for answers this stale; {limit}{lower}, see docs/staleness.md"
+        )
+    if share is not None and share < LEAST_EFFECTIVE_SHARE:
+        return (
+            f"effective_share was {share:.2f} over {WARNED_OVER} updates, below {LEAST_EFFECTIVE_SHARE:g}: "
+            f"steps are too long for answers this stale; {lower}, see docs/staleness.md"
+        )
+    return ""
+
+
+def _mean(updates: Sequence[dict[str, Any]], key: str) -> float | None:
+    """The mean of a metric that all of the updates have."""
+    values = [step.get(key) for step in updates]
+    return None if None in values else mean(values)
