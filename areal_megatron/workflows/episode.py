@@ -77,7 +77,7 @@ class RunResources:
     tokenizer: Tokenizer
     scorer: Scorer
     serve: Callable[[Episode], AbstractAsyncContextManager[Api]]
-    """Serves the model to an episode's agent: OpenAIEndpoint.serve."""
+    """Serves the model to an episode's agent: AgentEndpoint.serve."""
     turns: int
 
 
@@ -193,7 +193,7 @@ class Episode:
 
     def openai(self) -> AbstractAsyncContextManager[Api]:
         """Serves the model to an agent: within `async with episode.openai() as api:` it is found at api.url, with
-        api.key (workflows/openai_endpoint.py)."""
+        api.key (workflows/endpoint.py)."""
         return self._resources.serve(self)
 
     @property

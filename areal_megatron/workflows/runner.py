@@ -15,7 +15,7 @@ from areal_megatron.process.lateness import pauses
 from areal_megatron.reward.function import is_score
 from areal_megatron.reward.no_score import RewardFailed
 from areal_megatron.workflows.episode import Episode, EpisodeOver, EpisodeSpec, Interrupted, RunResources
-from areal_megatron.workflows.openai_endpoint import OpenAIEndpoint
+from areal_megatron.workflows.endpoint import AgentEndpoint
 from areal_megatron.workflows.sampling import Sampling
 from areal_megatron.workflows.scoring import ScoredEpisode, Scorer, of_answers, scores_of
 from areal_megatron.workflows.transcript import trained_once
@@ -44,7 +44,7 @@ class EpisodeRunner:
         """`patience`: how many tries may fail before any has had an answer; by default those of a batch."""
         self._patience = config.batch_size if patience is None else patience
         self._config, self._workflow, self._scorer, self._tokenizer = config, workflow, scorer, tokenizer
-        self._endpoint = OpenAIEndpoint(tokenizer)
+        self._endpoint = AgentEndpoint(tokenizer)
         self._resources = RunResources(config, tokenizer, scorer, self._endpoint.serve, workflow.turns)
         self.failures = 0
         """The number of episodes whose workflow raised, fell silent or returned no finite number, in all tries."""

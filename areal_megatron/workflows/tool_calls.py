@@ -49,7 +49,7 @@ Schemas = Mapping[str, Mapping[str, Any]]
 
 
 def split_thinking(text: str) -> tuple[str, str]:
-    """Returns the thoughts of an answer, and what it says after them. The prompt may have begun them already."""
+    """Returns the thinking of an answer, and the rest. The prompt may have begun the thinking already."""
     for begin, end in THINKING:
         head, found, rest = text.partition(end)
         if found:

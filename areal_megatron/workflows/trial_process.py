@@ -22,7 +22,7 @@ from areal_megatron.reward.function import WrongResult
 from areal_megatron.reward.no_score import RewardFailed
 from areal_megatron.reward.worker import MISTAKES, Answer, Scored
 from areal_megatron.workflows.episode import Episode, EpisodeOver, EpisodeSpec, RunResources
-from areal_megatron.workflows.openai_endpoint import OpenAIEndpoint
+from areal_megatron.workflows.endpoint import AgentEndpoint
 from areal_megatron.workflows.runner import without_exit
 from areal_megatron.workflows.sampling import Sampling
 from areal_megatron.workflows.scoring import Scorer, scores_of
@@ -56,7 +56,7 @@ class _Judge:
 async def tried(asked: TrialAsked) -> TrialFound:
     config, prompt = asked.config, asked.prompt
     workflow, tokenizer = load_workflow(config.rollout), Tokenizer(config.model.path)
-    endpoint = OpenAIEndpoint(tokenizer)
+    endpoint = AgentEndpoint(tokenizer)
     scorer = Scorer(config.reward, _Judge(), config.rollout.max_new_tokens)
     resources = RunResources(config, tokenizer, scorer, endpoint.serve, workflow.turns)
     try:

@@ -29,7 +29,7 @@ from areal_megatron.reward import (
     worker,
 )
 from areal_megatron.reward.sandbox import ProgramResult
-from areal_megatron.workflows import openai_messages, tool_calls, tool_use
+from areal_megatron.workflows import chat_completions, tool_calls, tool_use
 from tests.support.measured import later
 
 LENGTH = 1_000_000
@@ -89,7 +89,7 @@ def hostile(length):
 
 
 def quietly(read, *arguments):
-    with contextlib.suppress(tokens.NotRead, math.AnswerRefused, openai_messages.BadCall, formats.ConfigError):
+    with contextlib.suppress(tokens.NotRead, math.AnswerRefused, chat_completions.BadCall, formats.ConfigError):
         read(*arguments)
 
 
@@ -154,7 +154,7 @@ READERS = {
     ],
     code.score: [lambda text: code.score("", text, '{"inputs": [""], "outputs": [""]}', limit_s=-1)],  # not run
     function.checked: [lambda text: function.checked((1.0, text))],
-    openai_messages.parsed_answer: [lambda text: openai_messages.parsed_answer(text, [{"name": "a"}])],
+    chat_completions.parsed_answer: [lambda text: chat_completions.parsed_answer(text, [{"name": "a"}])],
     tool_calls.split_thinking: [tool_calls.split_thinking],
     tool_calls.find_calls: [
         lambda text: tool_calls.find_calls(text, []),
@@ -162,7 +162,7 @@ READERS = {
         lambda text: tool_calls.find_calls(f"<tool_call><function=a>{text}</function></tool_call>", []),
         lambda text: tool_calls.find_calls(f"<tool_call>a<arg_key>{text}</tool_call>", []),
     ],
-    openai_messages.normalized: [lambda text: openai_messages.normalized({"role": "user", "content": text})],
+    chat_completions.normalized: [lambda text: chat_completions.normalized({"role": "user", "content": text})],
     tool_use.described: [
         lambda text: tool_use.described(ProgramResult("exit", 1, text, text)),
     ],

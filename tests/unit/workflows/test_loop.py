@@ -9,7 +9,7 @@ import pytest
 from areal_megatron.engine.client import Completion
 from areal_megatron.workflows import multi_turn, tool_use
 from tests.support.chat_world import World, spelled
-from tests.unit.workflows.test_openai_endpoint import TOOLS, ask, user
+from tests.unit.workflows.test_endpoint import TOOLS, ask, user
 
 LENGTH = 1_000_000
 BUSIEST_S = 0.05

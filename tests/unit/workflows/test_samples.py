@@ -9,7 +9,7 @@ from areal_megatron.controller.batches import describe
 from areal_megatron.controller.generation import _samples
 from areal_megatron.controller.schedule import Group
 from tests.support.chat_world import END, FORGETTING, TEMPLATE, World, spelled
-from tests.unit.workflows.test_openai_endpoint import ask, user
+from tests.unit.workflows.test_endpoint import ask, user
 
 ANSWERS = ["<think>a</think>one", "<think>b</think>two", "<think>c</think>three", "<think>d</think>four"]
 

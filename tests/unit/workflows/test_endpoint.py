@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from areal_megatron.workflows.openai_messages import BadCall, normalized, parsed_answer
+from areal_megatron.workflows.chat_completions import BadCall, normalized, parsed_answer
 from tests.support.chat_world import END, TEMPLATE, World, spelled
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'

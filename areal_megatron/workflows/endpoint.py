@@ -27,7 +27,7 @@ from areal_megatron.engine.client import EngineError
 from areal_megatron.run.http_server import HttpServer
 from areal_megatron.run.network import backlog
 from areal_megatron.workflows.episode import Api, Episode, EpisodeOver, Interrupted
-from areal_megatron.workflows.openai_messages import (
+from areal_megatron.workflows.chat_completions import (
     AnsweredCall,
     BadCall,
     Call,
@@ -58,7 +58,7 @@ class _Session:
     running: set[asyncio.Task] = field(default_factory=set)
 
 
-class OpenAIEndpoint:
+class AgentEndpoint:
     """An HTTP server that listens from the first `serve` to `close`, on a port that the system chooses."""
 
     def __init__(self, tokenizer: Tokenizer):
