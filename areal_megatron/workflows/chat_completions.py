@@ -1,28 +1,30 @@
-"""Messages of the OpenAI API, as agents send them and as chat templates want them, and the calls of an episode."""
+"""OpenAI's chat completions. What the model thinks is in the content of its messages, as it writes it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import json
+import secrets
+import time
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
 
-from areal_megatron.run.json_input import parse_json
+from areal_megatron.workflows.agent_calls import (
+    MODEL,
+    Answered,
+    Asked,
+    BadCall,
+    CallTree,
+    Event,
+    Message,
+    text_of,
+    tool_call,
+)
 from areal_megatron.workflows.tool_calls import find_calls
-from areal_megatron.workflows.transcript import Transcript
-
-Message = dict[str, Any]
-"""A message for a chat template: `role`, `content` (text) and maybe `tool_calls`, whose arguments are an object."""
 
 
-class BadCall(ValueError):
-    """A call that cannot be answered. The agent is sent the text of this error."""
-
-
-class Call(msgspec.Struct):
-    """The body of a call to chat/completions. Sampling options are left out: the run's config decides them."""
-
+class _Body(msgspec.Struct):
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
     max_tokens: int | None = None
@@ -43,81 +45,75 @@ class Call(msgspec.Struct):
         }
         if wrong := [name for name, used in refused.items() if used]:
             raise BadCall(f"{', '.join(wrong)}: not served here, answers are sampled as the run's config says")
-        if (limit := self.limit) is not None and limit < 1:
-            raise BadCall(f"max_tokens must be above 0, is {limit}")
 
-    @property
-    def limit(self) -> int | None:
-        """The number of tokens that the agent allows for the answer."""
-        return self.max_completion_tokens or self.max_tokens
+
+_decode = msgspec.json.Decoder(_Body).decode
 
 
 def normalized(message: dict[str, Any]) -> Message:
     """Returns a message without what SDKs add to it, so that equal messages compare as equal. Raises BadCall."""
-    role, content = message.get("role"), message.get("content")
+    role = message.get("role")
     if not isinstance(role, str):
         raise BadCall(f"a message without a role: {str(message)[:200]}")
-    if isinstance(content, list):
-        texts = [part.get("text") if isinstance(part, dict) else None for part in content]
-        if not all(isinstance(text, str) for text in texts):
-            raise BadCall("a message holds a part that is no text")
-        content = "".join(texts)
-    if content is not None and not isinstance(content, str):
-        raise BadCall(f"the content of a message must be text, is {type(content).__name__}")
-    kept: Message = {"role": role, "content": content or ""}
+    kept: Message = {"role": role, "content": text_of(message.get("content"), ("text",))}
     for key in ("name", "tool_call_id"):
         if isinstance(message.get(key), str):
             kept[key] = message[key]
     if calls := message.get("tool_calls"):
         try:
-            kept["tool_calls"] = [_normalized_tool_call(call["function"]) for call in calls]
+            functions = [call["function"] for call in calls]
+            kept["tool_calls"] = [tool_call(str(function["name"]), function["arguments"]) for function in functions]
         except (KeyError, TypeError, ValueError):
             raise BadCall("tool_calls must be a list of functions with `name` and JSON `arguments`") from None
     return kept
-
-
-def _normalized_tool_call(function: dict[str, Any]) -> dict[str, Any]:
-    arguments = function["arguments"]
-    arguments = parse_json(arguments or "{}") if isinstance(arguments, str) else arguments
-    return _tool_call(str(function["name"]), arguments)
-
-
-def _tool_call(name: str, arguments: Any) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def parsed_answer(text: str, tools: Sequence[Any]) -> Message:
     """Returns the model's message. If the agent has offered tools, calls of them are taken out of the text."""
     content, calls = find_calls(text, tools) if tools else (text, [])
     message = {"role": "assistant", "content": content}
-    return message | {"tool_calls": [_tool_call(call.name, call.arguments) for call in calls]} if calls else message
+    return message | {"tool_calls": [tool_call(call.name, call.arguments) for call in calls]} if calls else message
 
 
-@dataclass(frozen=True)
-class AnsweredCall:
-    """A call of an agent that the model has answered."""
+class ChatCompletions:
+    path = "/v1/chat/completions"
 
-    messages: list[Message]
-    """The call's messages and the model's answer."""
-    tools: Any
-    context: Transcript
+    def read(self, body: bytes, earlier: CallTree) -> Asked:
+        call = _decode(body)
+        call.check()
+        messages = [normalized(message) for message in call.messages]
+        return Asked(messages, call.tools, call.max_completion_tokens or call.max_tokens, bool(call.stream))
 
+    def reply(self, answered: Answered) -> dict[str, Any]:
+        content = answered.message["content"]
+        shown = {"role": "assistant", "content": content or (None if answered.calls else "")}
+        if answered.calls:
+            shown["tool_calls"] = [
+                {
+                    "id": f"call_{secrets.token_hex(8)}",
+                    "type": "function",
+                    "function": call | {"arguments": json.dumps(call["arguments"], ensure_ascii=False)},
+                }
+                for call in answered.calls
+            ]
+        reason = "length" if not answered.context.ended else "tool_calls" if answered.calls else "stop"
+        before, sampled = answered.before, answered.sampled
+        return {
+            "id": f"chatcmpl-{secrets.token_hex(12)}",
+            "object": "chat.completion",
+            "created": int(time.time()),
+            "model": MODEL,
+            "choices": [{"index": 0, "message": shown, "finish_reason": reason, "logprobs": None}],
+            "usage": {"prompt_tokens": before, "completion_tokens": sampled, "total_tokens": before + sampled},
+        }
 
-class CallTree:
-    """The answered calls of an episode. They form a tree: a call may continue from any earlier answer."""
+    def events(self, reply: dict[str, Any]) -> Iterator[Event]:
+        (choice,), head = reply["choices"], reply | {"object": "chat.completion.chunk"}
+        calls = [call | {"index": k} for k, call in enumerate(choice["message"].get("tool_calls", ()))]
+        delta = choice["message"] | ({"tool_calls": calls} if calls else {})
+        for part, reason in ((delta, None), ({}, choice["finish_reason"])):
+            yield "", head | {"choices": [{"index": 0, "delta": part, "finish_reason": reason}]}
+        yield "", "[DONE]"
 
-    def __init__(self):
-        self._calls: list[AnsweredCall] = []
-
-    def longest_prefix(self, messages: list[Message], tools: Any) -> AnsweredCall | None:
-        """Returns the call whose messages are the longest prefix of these; the latest one if there are several."""
-        shorter = [call for call in reversed(self._calls) if len(call.messages) < len(messages)]
-        prefixes = (
-            call
-            for call in sorted(shorter, key=lambda call: len(call.messages), reverse=True)
-            if call.tools == tools and messages[: len(call.messages)] == call.messages
-        )
-        return next(prefixes, None)
-
-    def add(self, messages: list[Message], tools: Any, context: Transcript) -> None:
-        self._calls.append(AnsweredCall(messages, tools, context))
+    def error(self, message: str, code: str) -> dict[str, Any]:
+        return {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}

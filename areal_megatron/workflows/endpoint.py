@@ -1,4 +1,4 @@
-"""Serves the policy to agents as an OpenAI endpoint on the loopback, and records the samples of their episodes.
+"""Serves the policy to agents on the loopback, as OpenAI and Anthropic do, and records the samples of their episodes.
 
 Every episode has a key of its own, which is valid as long as the episode lasts. If a call continues from an earlier
 answer of its episode, which the chat template shows as it was, its tokens are the sampled ones, followed by the
@@ -12,7 +12,6 @@ import json
 import logging
 import secrets
 import socket
-import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -26,26 +25,30 @@ from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.engine.client import EngineError
 from areal_megatron.run.http_server import HttpServer
 from areal_megatron.run.network import backlog
-from areal_megatron.workflows.episode import Api, Episode, EpisodeOver, Interrupted
-from areal_megatron.workflows.chat_completions import (
+from areal_megatron.workflows.agent_calls import (
+    MODEL,
+    Answered,
     AnsweredCall,
+    Asked,
     BadCall,
-    Call,
     CallTree,
+    Dialect,
     Message,
-    normalized,
-    parsed_answer,
 )
+from areal_megatron.workflows.anthropic_messages import COUNT_PATH, AnthropicMessages
+from areal_megatron.workflows.chat_completions import ChatCompletions, parsed_answer
+from areal_megatron.workflows.episode import Api, Episode, EpisodeOver, Interrupted
+from areal_megatron.workflows.responses import Responses
 from areal_megatron.workflows.transcript import Transcript
 
 log = logging.getLogger(__name__)
-MODEL = "policy"
 _TOO_LONG = "context_length_exceeded"
 _BODY_BYTES = 16 << 20
 _OTHER_BYTES = 1 << 16
 """Bytes that a body may have beside its messages, e.g. for tools. Those may take four times their own length, for
 escaped characters."""
-_decode = msgspec.json.Decoder(Call).decode
+_CHAT, _ANTHROPIC = ChatCompletions(), AnthropicMessages()
+_DIALECTS = {dialect.path: dialect for dialect in (_CHAT, Responses(), _ANTHROPIC)}
 
 
 @dataclass(eq=False)
@@ -54,7 +57,7 @@ class _Session:
     tokenizer: Tokenizer
     longest_text: int
     """No longer text fits into the context, whatever it says. UTF-8 bytes, and characters too."""
-    answered: CallTree = field(default_factory=CallTree)
+    calls: CallTree = field(default_factory=CallTree)
     running: set[asyncio.Task] = field(default_factory=set)
 
 
@@ -100,38 +103,39 @@ class AgentEndpoint:
 
     async def _serve_request(self, request: web.BaseRequest) -> web.StreamResponse:
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-        session = self._sessions.get(key) if scheme == "Bearer" else None
+        session = self._sessions.get(key if scheme == "Bearer" else request.headers.get("x-api-key", ""))
+        dialect = _ANTHROPIC if request.path == COUNT_PATH else _DIALECTS.get(request.path)
         if session is None:
-            refusal = self._refuse(401, "this route asks for the key of a running episode", "invalid_api_key")
+            refusal = self._refuse(dialect, 401, "this route asks for the key of a running episode", "invalid_api_key")
             refusal.force_close()
             return refusal
         self._server.welcome(request)
-        if (request.method, request.path) == ("POST", "/v1/chat/completions"):
-            return await self._complete(session, request)
         if (request.method, request.path) == ("GET", "/v1/models"):
             model = {"id": MODEL, "object": "model", "owned_by": "areal"}
             return web.json_response({"object": "list", "data": [model]})
-        return _error(404, "served are POST /v1/chat/completions and GET /v1/models", "not_found")
-
-    async def _complete(self, session: _Session, request: web.BaseRequest) -> web.StreamResponse:
+        if request.method != "POST" or dialect is None:
+            served = ", ".join([*(f"POST {path}" for path in (*_DIALECTS, COUNT_PATH)), "GET /v1/models"])
+            return _error(dialect, 404, f"served are {served}", "not_found")
         session.running.add(task := asyncio.current_task())
         try:
             body = await _body(request, min(_BODY_BYTES, _OTHER_BYTES + 4 * session.longest_text))
-            call, messages = await asyncio.to_thread(_read, body, session.longest_text)
-            message, context = await _answer(session, call, messages)
+            asked = await asyncio.to_thread(_read, dialect, body, session)
+            if request.path == COUNT_PATH:
+                tokens = await asyncio.to_thread(session.tokenizer.conversation, asked.messages, asked.tools)
+                return web.json_response({"input_tokens": len(tokens)})
+            reply = await _reply(dialect, session, asked)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, BadCall, ConfigError) as e:
-            return self._refuse(400, str(e), "invalid_request")
+            return self._refuse(dialect, 400, str(e), "invalid_request")
         except EpisodeOver as e:
-            return _error(400, str(e), e.code)
+            return _error(dialect, 400, str(e), e.code)
         except (EngineError, Interrupted) as e:
-            return _error(503, f"the episode is over: {e}", "engine_failed")
+            return _error(dialect, 503, f"the episode is over: {e}", "engine_failed")
         finally:
             session.running.discard(task)
-        reply = _reply(message, context)
-        return await _stream(request, reply) if call.stream else web.json_response(reply)
+        return await _stream(request, dialect, reply) if asked.stream else web.json_response(reply)
 
-    def _refuse(self, status: int, message: str, code: str) -> web.Response:
-        return self._server.refused(f"a call of an agent: {message}", _error(status, message, code))
+    def _refuse(self, dialect: Dialect | None, status: int, message: str, code: str) -> web.Response:
+        return self._server.refused(f"a call of an agent: {message}", _error(dialect, status, message, code))
 
 
 async def _body(request: web.BaseRequest, most: int) -> bytes:
@@ -144,40 +148,33 @@ async def _body(request: web.BaseRequest, most: int) -> bytes:
     return bytes(body)
 
 
-def _read(body: bytes, longest_text: int) -> tuple[Call, list[Message]]:
-    """Returns the call and its messages.
-
-    Raises EpisodeOver if they are longer than `longest_text`; BadCall, MsgspecError, UnicodeDecodeError or
-    RecursionError if they cannot be read.
-    """
-    call = _decode(body)
-    call.check()
-    if len(call.messages) > longest_text:
-        raise EpisodeOver(f"{len(call.messages)} messages do not fit into the context", _TOO_LONG)
-    messages = [normalized(message) for message in call.messages]
-    if (length := sum(len(message["content"]) for message in messages)) > longest_text:
+def _read(dialect: Dialect, body: bytes, session: _Session) -> Asked:
+    """Raises EpisodeOver if the messages are longer than any text may be, and what `Dialect.read` does."""
+    asked = dialect.read(body, session.calls)
+    if len(asked.messages) > session.longest_text:
+        raise EpisodeOver(f"{len(asked.messages)} messages do not fit into the context", _TOO_LONG)
+    if (length := sum(len(message["content"]) for message in asked.messages)) > session.longest_text:
         raise EpisodeOver(f"{length} characters do not fit into the context", _TOO_LONG)
-    if not messages or messages[-1]["role"] == "assistant":
-        raise BadCall("the last message must be one that the model is to answer")
-    return call, messages
+    return asked
 
 
-async def _answer(session: _Session, call: Call, messages: list[Message]) -> tuple[Message, Transcript]:
-    """Returns the model's message, and the transcript that ends with it.
-
-    Raises BadCall, ConfigError, EpisodeOver, EngineError or Interrupted.
-    """
-    tools = call.tools
-    earlier = session.answered.longest_prefix(messages, tools)
-    context = await session.episode.answer(await _context(session, earlier, messages, tools), call.limit)
-    message = await asyncio.to_thread(_message, session.tokenizer, context.answer, tools or [])
+async def _reply(dialect: Dialect, session: _Session, asked: Asked) -> dict[str, Any]:
+    """Returns the body of the reply. Raises BadCall, ConfigError, EpisodeOver, EngineError or Interrupted."""
+    messages, tools = asked.messages, asked.tools
+    earlier = session.calls.longest_prefix(messages, tools)
+    context = await session.episode.answer(await _context(session, earlier, messages, tools), asked.limit)
+    answered, reply = await asyncio.to_thread(_answered, dialect, session.tokenizer, context, tools or [])
     before = earlier.messages if earlier else []  # the same objects, so that equal messages are held once
-    session.answered.add([*before, *messages[len(before) :], message], tools, context)
-    return message, context
+    call = AnsweredCall([*before, *messages[len(before) :], answered.message], tools, context)
+    session.calls.add(call, answered, reply["id"])
+    return reply
 
 
-def _message(tokenizer: Tokenizer, answer: list[int], tools: Sequence[Any]) -> Message:
-    return parsed_answer(tokenizer.decode(answer), tools)
+def _answered(
+    dialect: Dialect, tokenizer: Tokenizer, context: Transcript, tools: Sequence[Any]
+) -> tuple[Answered, dict[str, Any]]:
+    answered = Answered(parsed_answer(tokenizer.decode(context.answer), tools), context)
+    return answered, dialect.reply(answered)
 
 
 async def _context(session: _Session, earlier: AnsweredCall | None, messages: list[Message], tools: Any) -> Transcript:
@@ -197,49 +194,16 @@ async def _context(session: _Session, earlier: AnsweredCall | None, messages: li
     return episode.new_transcript(await asyncio.to_thread(tokenizer.conversation, messages, tools))
 
 
-def _reply(message: Message, context: Transcript) -> dict[str, Any]:
-    shown = {"role": "assistant", "content": message["content"] or None}
-    if calls := message.get("tool_calls"):
-        shown["tool_calls"] = [
-            {
-                "id": f"call_{secrets.token_hex(8)}",
-                "type": "function",
-                "function": {
-                    "name": call["function"]["name"],
-                    "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
-                },
-            }
-            for call in calls
-        ]
-    elif not shown["content"]:
-        shown["content"] = ""
-    sampled = len(context.answer)
-    before = len(context.prompt) + context.length - sampled
-    reason = "length" if not context.ended else "tool_calls" if calls else "stop"
-    return {
-        "id": f"chatcmpl-{secrets.token_hex(12)}",
-        "object": "chat.completion",
-        "created": int(time.time()),
-        "model": MODEL,
-        "choices": [{"index": 0, "message": shown, "finish_reason": reason, "logprobs": None}],
-        "usage": {"prompt_tokens": before, "completion_tokens": sampled, "total_tokens": before + sampled},
-    }
-
-
-async def _stream(request: web.BaseRequest, reply: dict[str, Any]) -> web.StreamResponse:
+async def _stream(request: web.BaseRequest, dialect: Dialect, reply: dict[str, Any]) -> web.StreamResponse:
     """Sends the whole answer as one piece of a stream."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     await response.prepare(request)
-    (choice,), head = reply["choices"], reply | {"object": "chat.completion.chunk"}
-    calls = [call | {"index": k} for k, call in enumerate(choice["message"].get("tool_calls", ()))]
-    delta = choice["message"] | ({"tool_calls": calls} if calls else {})
-    for part, reason in ((delta, None), ({}, choice["finish_reason"])):
-        event = head | {"choices": [{"index": 0, "delta": part, "finish_reason": reason}]}
-        await response.write(f"data: {json.dumps(event)}\n\n".encode())
-    await response.write(b"data: [DONE]\n\n")
+    for name, held in dialect.events(reply):
+        data = held if isinstance(held, str) else json.dumps(held)
+        await response.write((f"event: {name}\n" * bool(name) + f"data: {data}\n\n").encode())
     return response
 
 
-def _error(status: int, message: str, code: str) -> web.Response:
-    body = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
+def _error(dialect: Dialect | None, status: int, message: str, code: str) -> web.Response:
+    body = (dialect or _CHAT).error(message, code)
     return web.json_response(body, status=status, headers={"x-should-retry": "false"})

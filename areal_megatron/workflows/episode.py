@@ -41,23 +41,30 @@ class Interrupted(Exception):
 
 @dataclass(frozen=True)
 class Api:
-    """Where an agent finds the model, with any OpenAI client."""
+    """Where an agent finds the model."""
 
     url: str
+    """For OpenAI's clients."""
     key: str
     variables: Collection[str] = ()
     """Names of environment variables of this process that agents may have beside ENVIRONMENT."""
 
     @property
     def environment(self) -> dict[str, str]:
-        """Environment variables for a process that runs an agent: the allowed ones of this process, and OPENAI_BASE_URL
-        and OPENAI_API_KEY, without a proxy for 127.0.0.1.
+        """Environment variables for a process that runs an agent: the allowed ones of this process, and the
+        addresses and keys that OpenAI's and Anthropic's clients look for, without a proxy for 127.0.0.1.
 
         The others stay behind: they may hold tokens of the user, and agents run what a model says.
         """
         own = {name: os.environ[name] for name in (*ENVIRONMENT, *self.variables) if name in os.environ}
         direct = {name: f"{own.get(name, '')},127.0.0.1".lstrip(",") for name in ("NO_PROXY", "no_proxy")}
-        return own | direct | {"OPENAI_BASE_URL": self.url, "OPENAI_API_KEY": self.key}
+        openai = {"OPENAI_BASE_URL": self.url, "OPENAI_API_KEY": self.key}
+        return own | direct | openai | {"ANTHROPIC_BASE_URL": self.anthropic_url, "ANTHROPIC_API_KEY": self.key}
+
+    @property
+    def anthropic_url(self) -> str:
+        """Where Anthropic's clients find the model."""
+        return self.url.removesuffix("/v1")
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from areal_megatron.process.errors import printable, worth_a_line
 from areal_megatron.process.lateness import pauses
 from areal_megatron.reward.function import is_score
 from areal_megatron.reward.no_score import RewardFailed
-from areal_megatron.workflows.episode import Episode, EpisodeOver, EpisodeSpec, Interrupted, RunResources
 from areal_megatron.workflows.endpoint import AgentEndpoint
+from areal_megatron.workflows.episode import Episode, EpisodeOver, EpisodeSpec, Interrupted, RunResources
 from areal_megatron.workflows.sampling import Sampling
 from areal_megatron.workflows.scoring import ScoredEpisode, Scorer, of_answers, scores_of
 from areal_megatron.workflows.transcript import trained_once

@@ -21,8 +21,8 @@ from areal_megatron.process.shown import guard
 from areal_megatron.reward.function import WrongResult
 from areal_megatron.reward.no_score import RewardFailed
 from areal_megatron.reward.worker import MISTAKES, Answer, Scored
-from areal_megatron.workflows.episode import Episode, EpisodeOver, EpisodeSpec, RunResources
 from areal_megatron.workflows.endpoint import AgentEndpoint
+from areal_megatron.workflows.episode import Episode, EpisodeOver, EpisodeSpec, RunResources
 from areal_megatron.workflows.runner import without_exit
 from areal_megatron.workflows.sampling import Sampling
 from areal_megatron.workflows.scoring import Scorer, scores_of

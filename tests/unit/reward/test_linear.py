@@ -29,7 +29,7 @@ from areal_megatron.reward import (
     worker,
 )
 from areal_megatron.reward.sandbox import ProgramResult
-from areal_megatron.workflows import chat_completions, tool_calls, tool_use
+from areal_megatron.workflows import agent_calls, chat_completions, tool_calls, tool_use
 from tests.support.measured import later
 
 LENGTH = 1_000_000
@@ -89,7 +89,7 @@ def hostile(length):
 
 
 def quietly(read, *arguments):
-    with contextlib.suppress(tokens.NotRead, math.AnswerRefused, chat_completions.BadCall, formats.ConfigError):
+    with contextlib.suppress(tokens.NotRead, math.AnswerRefused, agent_calls.BadCall, formats.ConfigError, ValueError):
         read(*arguments)
 
 
@@ -155,6 +155,11 @@ READERS = {
     code.score: [lambda text: code.score("", text, '{"inputs": [""], "outputs": [""]}', limit_s=-1)],  # not run
     function.checked: [lambda text: function.checked((1.0, text))],
     chat_completions.parsed_answer: [lambda text: chat_completions.parsed_answer(text, [{"name": "a"}])],
+    agent_calls.text_of: [lambda text: agent_calls.text_of([{"type": "text", "text": text}] * 2, ("text",))],
+    agent_calls.tool_call: [
+        lambda text: quietly(agent_calls.tool_call, text, json.dumps(text)),
+        lambda text: quietly(agent_calls.tool_call, "", text),
+    ],
     tool_calls.split_thinking: [tool_calls.split_thinking],
     tool_calls.find_calls: [
         lambda text: tool_calls.find_calls(text, []),

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from areal_megatron.workflows.chat_completions import BadCall, normalized, parsed_answer
+from areal_megatron.workflows.agent_calls import BadCall
+from areal_megatron.workflows.chat_completions import normalized, parsed_answer
 from tests.support.chat_world import END, TEMPLATE, World, spelled
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
@@ -216,7 +217,7 @@ MALFORMED = [
     ),
     ({"messages": [user("x")], "n": 2}, "n: not served here"),
     ({"messages": [user("x")], "stop": ["\n"]}, "stop: not served here"),
-    ({"messages": [user("x")], "max_tokens": 0}, "max_tokens must be above 0"),
+    ({"messages": [user("x")], "max_tokens": 0}, "the most tokens of an answer must be above 0"),
     ({"messages": [user("x")], "response_format": {"type": "json_object"}}, "response_format: not served"),
     ({"messages": [user("raise")]}, "the chat template of"),
     ({"messages": "x"}, "Expected `array`, got `str`"),

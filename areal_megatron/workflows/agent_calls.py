@@ -1,0 +1,176 @@
+"""Calls of agents for the model, whatever API they speak, and the calls that an episode has answered."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from areal_megatron.run.json_input import parse_json
+from areal_megatron.workflows.tool_calls import split_thinking
+from areal_megatron.workflows.transcript import Transcript
+
+Message = dict[str, Any]
+"""A message for a chat template: `role`, `content` (text) and maybe `tool_calls`, whose arguments are an object, or
+`reasoning_content`."""
+MODEL = "policy"
+
+
+class BadCall(ValueError):
+    """A call that cannot be answered. The agent is sent the text of this error."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A call of an agent. Sampling options are left out: the run's config decides them."""
+
+    messages: list[Message]
+    tools: list[Any] | None
+    """As in OpenAI's chat completions, which chat templates want."""
+    limit: int | None
+    """The number of tokens that the agent allows for the answer; None: any."""
+    stream: bool
+
+    def __post_init__(self):
+        if self.limit is not None and self.limit < 1:
+            raise BadCall(f"the most tokens of an answer must be above 0, are {self.limit}")
+        if not self.messages or self.messages[-1]["role"] == "assistant":
+            raise BadCall("the last message must be one that the model is to answer")
+
+
+@dataclass(frozen=True)
+class Answered:
+    """The model's answer to a call."""
+
+    message: Message
+    """Its content has what the model thought, as it was written."""
+    context: Transcript
+    """Ends with the answer."""
+
+    @property
+    def thinking(self) -> str:
+        return split_thinking(self.message["content"])[0]
+
+    @property
+    def said(self) -> str:
+        """The content without the thinking."""
+        return split_thinking(self.message["content"])[1]
+
+    @property
+    def calls(self) -> list[dict[str, Any]]:
+        """The functions that the model calls: `name` and `arguments`."""
+        return [call["function"] for call in self.message.get("tool_calls", ())]
+
+    @property
+    def sampled(self) -> int:
+        """Tokens of the answer."""
+        return len(self.context.answer)
+
+    @property
+    def before(self) -> int:
+        """Tokens before the answer."""
+        return len(self.context.prompt) + self.context.length - self.sampled
+
+
+Event = tuple[str, dict[str, Any] | str]
+"""An event of a stream: its name, empty for none, and what it holds."""
+
+
+class Dialect(Protocol):
+    """What agents speak."""
+
+    path: str
+
+    def read(self, body: bytes, earlier: CallTree) -> Asked:
+        """Returns what a body asks. Raises BadCall, MsgspecError, UnicodeDecodeError or RecursionError."""
+
+    def reply(self, answered: Answered) -> dict[str, Any]:
+        """Returns the body of a reply."""
+
+    def events(self, reply: dict[str, Any]) -> Iterator[Event]:
+        """Yields a reply as a stream that has the whole answer in one piece."""
+
+    def error(self, message: str, code: str) -> dict[str, Any]:
+        """Returns the body of a refusal."""
+
+
+def tool_call(name: str, arguments: Any) -> dict[str, Any]:
+    """Returns a call as messages have it. Raises ValueError for arguments that are a text and no JSON."""
+    arguments = parse_json(arguments or "{}") if isinstance(arguments, str) else arguments
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def tool(name: Any, description: Any, parameters: Any) -> dict[str, Any]:
+    """Returns a tool as chat templates want it. Raises BadCall if it is no function with a schema."""
+    if not isinstance(name, str) or not isinstance(parameters, dict | None):
+        raise BadCall("tools must be functions with a name and a schema: others are not served here")
+    about = {"description": description} if description is not None else {}
+    return {"type": "function", "function": {"name": name, **about, "parameters": parameters or {}}}
+
+
+def text_of(content: Any, kinds: tuple[str, ...]) -> str:
+    """Returns the text of a content: a text, or parts of these kinds. Raises BadCall."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise BadCall(f"the content of a message must be text, is {type(content).__name__}")
+    found = [part.get("text") if isinstance(part, dict) and part.get("type") in kinds else None for part in content]
+    if not all(isinstance(text, str) for text in found):
+        raise BadCall("a message holds a part that is no text")
+    return "".join(found)
+
+
+@dataclass(frozen=True)
+class AnsweredCall:
+    """A call of an agent that the model has answered."""
+
+    messages: list[Message]
+    """The call's messages and the model's answer."""
+    tools: Any
+    context: Transcript
+
+
+@dataclass
+class CallTree:
+    """The answered calls of an episode. They form a tree: a call may continue from any earlier answer."""
+
+    _calls: list[AnsweredCall] = field(default_factory=list)
+    _replies: dict[str, AnsweredCall] = field(default_factory=dict)
+    _written: dict[str, Message] = field(default_factory=dict)
+
+    def longest_prefix(self, messages: list[Message], tools: Any) -> AnsweredCall | None:
+        """Returns the call whose messages are the longest prefix of these; the latest one if there are several."""
+        shorter = [call for call in reversed(self._calls) if len(call.messages) < len(messages)]
+        prefixes = (
+            call
+            for call in sorted(shorter, key=lambda call: len(call.messages), reverse=True)
+            if call.tools == tools and messages[: len(call.messages)] == call.messages
+        )
+        return next(prefixes, None)
+
+    def add(self, call: AnsweredCall, answered: Answered, reply: str) -> None:
+        """`reply`: the id of the reply."""
+        self._calls.append(call)
+        self._replies[reply] = call
+        self._written[_shown(answered.thinking, answered.said, answered.message.get("tool_calls", []))] = (
+            answered.message
+        )
+
+    def messages_of(self, reply: str) -> list[Message]:
+        """Returns the messages of a call and the model's answer. Raises BadCall for a reply that is none of these."""
+        if reply not in self._replies:
+            raise BadCall(f"{reply[:100]!r} is no reply of this episode")
+        return self._replies[reply].messages
+
+    def as_written(self, thinking: str, said: str, calls: list[dict[str, Any]]) -> Message:
+        """Returns the message of an answer that an agent shows in parts: as the model wrote it, if these are its parts.
+        `calls`: as `tool_call` makes them."""
+        if written := self._written.get(_shown(thinking, said, calls)):
+            return written
+        more = ({"tool_calls": calls} if calls else {}) | ({"reasoning_content": thinking} if thinking else {})
+        return {"role": "assistant", "content": said} | more
+
+
+def _shown(thinking: str, said: str, calls: list[dict[str, Any]]) -> str:
+    return json.dumps([thinking.strip(), said.strip(), calls], sort_keys=True)
