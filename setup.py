@@ -1,6 +1,7 @@
 """Packages of areal_megatron; exact versions of all packages are in requirements-cpu.lock and requirements-gpu.lock."""
 
 import runpy
+from pathlib import Path
 
 from setuptools import find_packages, setup
 
@@ -12,7 +13,10 @@ setup(
     name="areal_megatron",
     version="0.1.0",
     description="Asynchronous reinforcement learning of language models with Megatron-core trainers and vLLM engines",
+    long_description=Path("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
     license="Apache-2.0",
+    license_files=["LICENSE"],
     python_requires=">=3.11",
     package_dir={"": "."},  # an editable install makes tools and tests importable too
     packages=find_packages(include=["areal_megatron*"]),  # launch/ too, by the link areal_megatron/launch
