@@ -6,11 +6,12 @@ The launcher does so before anything starts; imports neither torch nor megatron.
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
-from areal_megatron.config import Config, ConfigError, PPOConfig, TrainerConfig
-from areal_megatron.models.adapter import served
+from areal_megatron.config import Config, ConfigError, LoraConfig, PPOConfig, TrainerConfig
+from areal_megatron.models.adapter import Adapter, served
 from areal_megatron.models.architecture import (
     Architecture,
     Dimensions,
@@ -83,7 +84,10 @@ def check_model(config: Config, weights: bool = True, trains: bool = True) -> No
         if size > 1 and not model.dimensions.experts:
             raise ConfigError(f"trainer.{key}: {size}, but the model of {path} has no experts")
     _check_kernels(config, model.dimensions)
-    trainer_layout.layout(hf, trainer_layout.MegatronSizes.of(config.trainer), rank=0)
+    sizes = trainer_layout.MegatronSizes.of(config.trainer)
+    trainer_layout.layout(hf, sizes, rank=0)
+    if adapter := Adapter.of(config.lora):
+        _check_adapter(adapter, model, hf, sizes)
     if config.mode == "rl":
         for key in ("expert_parallel", "replay_routes"):
             if getattr(config.rollout, key) and not model.dimensions.experts:
@@ -133,7 +137,7 @@ def reference_config(config: Config) -> Config:
     path = config.ppo.penalty.kl_model or config.model.path
     experts = bool(architecture(read_config(path)).dimensions.experts)
     trainer = config.trainer if experts else replace(config.trainer, ep=1, etp=0, expert_dispatch="alltoall")
-    return replace(config, model=replace(config.model, path=path), trainer=trainer, ppo=PPOConfig())
+    return replace(config, model=replace(config.model, path=path), trainer=trainer, ppo=PPOConfig(), lora=LoraConfig())
 
 
 def _check_teacher(config: Config, weights: bool) -> None:
@@ -155,7 +159,8 @@ def _check_reward_model(config: Config, weights: bool) -> None:
     try:
         if not Path(path).is_dir():
             raise ConfigError(f"model.path: there is no folder {path}")
-        alone = replace(config, mode="reward_model", trainer=TrainerConfig(), model=replace(config.model, path=path))
+        model = replace(config.model, path=path)
+        alone = replace(config, mode="reward_model", trainer=TrainerConfig(), model=model, lora=LoraConfig())
         check_model(alone, weights)
         model = architecture(read_config(path))
         if not model.is_reward_model:
@@ -165,6 +170,19 @@ def _check_reward_model(config: Config, weights: bool) -> None:
             _check_files(Path(path), engines_read=True)
     except ConfigError as e:
         raise ConfigError(str(e).replace("model.path", "reward.model", 1)) from None
+
+
+def _check_adapter(
+    adapter: Adapter, model: Architecture, hf: dict[str, Any], sizes: trainer_layout.MegatronSizes
+) -> None:
+    """Raises ConfigError for targets that the model does not have, and where a rank would have none of their rows."""
+    for rank in range(sizes.tp):
+        for name, shape in trainer_layout.layout(hf, sizes, rank, adapter).held.items():
+            if not prod(shape):
+                raise ConfigError(
+                    f"trainer.tp: with {sizes.tp} ranks for num_key_value_heads={model.dimensions.kv_heads} some have "
+                    f"no rows of lora.targets={','.join(adapter.targets)} in {name}; take fewer ranks, or all-linear"
+                )
 
 
 def _check_files(folder: Path, engines_read: bool) -> None:

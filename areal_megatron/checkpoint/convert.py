@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from numpy import ndarray
 
-from areal_megatron.checkpoint import torch_dist
+from areal_megatron.checkpoint import peft, torch_dist
 from areal_megatron.checkpoint.disk import BlockBuffers, BoxReader, CheckpointError
 from areal_megatron.checkpoint.hf_folder import (
     INDEX,
@@ -24,12 +24,15 @@ from areal_megatron.checkpoint.hf_folder import (
     HfTensor,
     copy_description,
     hf_tensors,
+    write_file,
     write_weights,
 )
 from areal_megatron.checkpoint.torch_dist import DistCheckpoint
+from areal_megatron.models.adapter import Adapter, adapted
 from areal_megatron.models.architecture import architecture, read_config
 from areal_megatron.models.dtypes import ITEMSIZE
 from areal_megatron.models.pattern import name_at, numbers
+from areal_megatron.models.weight_files import ADAPTER
 from areal_megatron.process.files import whole_folder
 from areal_megatron.reshard.boxes import Box, whole
 
@@ -46,6 +49,7 @@ def to_hf(
     out: Path,
     *,
     description: Path | None = None,
+    base: Path | None = None,
     dtype: str | None = None,
     shard_bytes: int = SHARD_BYTES,
     verify: bool = False,
@@ -55,12 +59,13 @@ def to_hf(
     """Writes the checkpoint folder's model as the Hugging Face folder `out`, which appears whole or not at all.
 
     `checkpoint` may also be an export, or a torch_dist folder alone; then `description` is a folder with config.json,
-    tokenizer and so on. dtype: the result's, None for the checkpoint's own. Files have at most shard_bytes, or one
-    tensor. verify: reads the result back and compares. sync: returns once everything is on the disk; without, a power
-    failure soon after it may leave a folder with holes. Raises CheckpointError, or ConfigError for a config.json that
-    is missing or describes no known model.
+    tokenizer and so on. Of a checkpoint of adapters, or a PEFT folder, it is the model with the adapter added to its
+    weights; `base`: that model's folder, instead of the one that the adapter names. dtype: the result's, None for the
+    checkpoint's own. Files have at most shard_bytes, or one tensor. verify: reads the result back and compares. sync:
+    returns once everything is on the disk; without, a power failure soon after it may leave a folder with holes. Raises
+    CheckpointError, or ConfigError for a config.json that is missing or describes no known model.
     """
-    source, description = _open(checkpoint, description)
+    source, description = _open(checkpoint, description, base)
     config = read_config(description)
     described = architecture(config)
     with closing(source):
@@ -146,6 +151,81 @@ def from_hf(
                 compare(model, result, written, blocks, progress)
 
 
+def to_peft(
+    checkpoint: Path,
+    out: Path,
+    *,
+    base: Path | None = None,
+    dtype: str | None = None,
+    verify: bool = False,
+    sync: bool = True,
+    report: Report = lambda done, total: None,
+) -> None:
+    """Writes the adapter of a checkpoint as the PEFT folder `out`; else like to_hf. `base`: the folder of the model of
+    the adapter, instead of the one that it names."""
+    source, adapter, base = _open_adapter(checkpoint, base)
+    model = architecture(read_config(base))
+    canonical = adapted(model, adapter).canonical
+    with closing(source):
+        tensors = peft.factor_tensors(canonical, dtype or source.dtype(next(iter(canonical))))
+        total = sum(tensor.nbytes for tensor in tensors)
+        progress, blocks = _Progress(report, total * (1 + verify)), BlockBuffers()
+
+        def read(tensor: HfTensor) -> Iterator[ndarray]:
+            for block, rows in blocks.of(tensor.box, tensor.dtype):
+                source.read(tensor.pattern, block, rows, tensor.dtype)
+                progress(rows.nbytes)
+                yield rows
+
+        with _new_folder(out, total, sync) as folder:
+            write_file(folder / peft.WEIGHTS, tensors, read, sync)
+            peft.write_description(folder, adapter, read_config(base), base)
+            if verify:
+                with closing(peft.PeftFolder(folder, model, adapter)) as result:
+                    compare(source, result, tensors, blocks, progress)
+
+
+def from_peft(
+    source: Path,
+    out: Path,
+    *,
+    base: Path | None = None,
+    dtype: str | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    verify: bool = False,
+    sync: bool = True,
+    report: Report = lambda done, total: None,
+) -> None:
+    """Writes a PEFT folder as the checkpoint folder `out`, with the adapter and no optimizer; else like from_hf and
+    to_peft."""
+    from areal_megatron.checkpoint import torch_dist_file  # imports torch
+
+    factors, adapter, base = _open_adapter(source, base)
+    config = read_config(base)
+    canonical = adapted(architecture(config), adapter).canonical
+    kind = dtype or factors.dtype(next(iter(canonical)))
+    places = {f"{torch_dist.ADAPTER}.{torch_dist.factor_name(pattern)}": pattern for pattern in canonical}
+    tensors = {name: (kind, canonical[pattern]) for name, pattern in places.items()}
+    chunks = [(name, box) for name, (_, shape) in tensors.items() for box in whole(shape).singles(1)]
+    total = sum(prod(shape) * ITEMSIZE[kind] for shape in canonical.values())
+    progress, blocks = _Progress(report, total * (1 + verify)), BlockBuffers()
+
+    def read(name: str, chunk: Box) -> Iterator[ndarray]:
+        for block, rows in blocks.of(chunk, kind):
+            factors.read(places[name], block, rows, kind)
+            progress(rows.nbytes)
+            yield rows
+
+    with closing(factors), _new_folder(out, total, sync) as folder:
+        (folder / DESCRIPTION).mkdir()
+        copy_description(base, folder / DESCRIPTION, kind)
+        peft.write_description(folder, adapter, config, base)
+        torch_dist_file.write_folder(folder / TRAINER, tensors, chunks, read, [], shard_bytes, sync)
+        if verify:
+            with closing(DistCheckpoint(folder / TRAINER, config, adapter)) as result:
+                compare(factors, result, peft.factor_tensors(canonical, kind), blocks, progress)
+
+
 def _both_names(name: str) -> list[str]:
     return [*dict.fromkeys((name, torch_dist.other_name(name)))]
 
@@ -198,8 +278,16 @@ class _Progress:
         self._report(self._done, self._total)
 
 
-def _open(model: Path, description: Path | None = None) -> tuple[BoxReader, Path]:
-    """Opens a checkpoint or an export; returns also the folder with its config and tokenizer."""
+def _open(model: Path, description: Path | None = None, base: Path | None = None) -> tuple[BoxReader, Path]:
+    """Opens a checkpoint or an export; returns also the folder with its config and tokenizer. Of a folder with an
+    adapter it is the model with the adapter added to its weights; `base`: the folder of that model, instead of the one
+    that the adapter names."""
+    if (model / ADAPTER).is_file():
+        factors, adapter, base = _open_adapter(model, base)
+        config, inner = read_config(base), model / DESCRIPTION
+        whole_model = HfFolder.of_model(base, config)
+        merged = peft.MergedModel(whole_model, factors, architecture(config), adapter)
+        return merged, description or (inner if inner.is_dir() else base)
     if (model / TRAINER).is_dir():
         model, description = model / TRAINER, description or model / DESCRIPTION
     elif (model / INDEX).exists() or (model / SINGLE).exists():
@@ -213,3 +301,19 @@ def _open(model: Path, description: Path | None = None) -> tuple[BoxReader, Path
             "alone --config HF_DIR, a folder with config.json and tokenizer"
         )
     return DistCheckpoint(model, read_config(description)), description
+
+
+def _open_adapter(folder: Path, base: Path | None) -> tuple[BoxReader, Adapter, Path]:
+    """Opens the factors in a checkpoint or in a PEFT folder; returns also their adapter, and the folder of the model
+    that they are for."""
+    adapter, named = peft.read_description(folder)
+    base = base or Path(named)
+    if not named or not base.is_dir():
+        raise CheckpointError(
+            f"{folder / ADAPTER} names {named or 'no model'} as its base, which is no folder here: give the folder as "
+            "--base"
+        )
+    config = read_config(base)
+    if (folder / TRAINER).is_dir():
+        return DistCheckpoint(folder / TRAINER, config, adapter), adapter, base
+    return peft.PeftFolder(folder, architecture(config), adapter), adapter, base

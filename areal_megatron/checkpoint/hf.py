@@ -13,6 +13,7 @@ import torch.distributed as dist
 from numpy import ndarray
 from torch import Tensor
 
+from areal_megatron.checkpoint import peft
 from areal_megatron.checkpoint.disk import BlockBuffers, CheckpointError
 from areal_megatron.checkpoint.hf_folder import (
     SHARD_BYTES,
@@ -20,9 +21,11 @@ from areal_megatron.checkpoint.hf_folder import (
     HfTensor,
     copy_description,
     hf_tensors,
+    write_file,
     write_weights,
 )
 from areal_megatron.config import ConfigError
+from areal_megatron.models.adapter import Adapter, adapted
 from areal_megatron.models.architecture import architecture
 from areal_megatron.process.files import whole_folder
 from areal_megatron.reshard import trainer_layout
@@ -60,9 +63,10 @@ def _load_piece(parameters: Mapping[str, Tensor], piece: Piece, weights: HfFolde
             view.copy_(torch.from_numpy(rows).view(getattr(torch, dtype)).view(view.shape))
 
 
-def checkpoint_layout(hf_config: Mapping[str, Any]) -> Layout:
-    """Returns the layout of a Hugging Face folder itself: every canonical tensor whole, on one rank."""
-    model = architecture(hf_config)
+def checkpoint_layout(hf_config: Mapping[str, Any], adapter: Adapter | None = None) -> Layout:
+    """Returns the layout of a Hugging Face folder itself, or of a PEFT folder: every canonical tensor whole, on one
+    rank."""
+    model = adapted(architecture(hf_config), adapter)
     pieces = [
         Piece(name, whole(shape), name, whole(shape), tuple(range(len(shape))))
         for name, shape in model.canonical.items()
@@ -89,51 +93,88 @@ def export(
     the folder `source`. The folder appears under `path` whole or not at all; an older one is replaced. Raises
     LayoutError where the parameters are not the layout's.
     """
-    layouts = trainer_layout.layouts(hf_config, sizes)
-    layouts[rank].check({name: parameter.shape for name, parameter in parameters.items()}, f"trainer rank {rank}")
     checkpoint = checkpoint_layout(hf_config)
-    needs_of = defaultdict(list)
-    for need in needs(layouts, [checkpoint]):
-        needs_of[need.receive.tensor].append(need)
-    dtype = str(next(iter(parameters.values())).dtype).removeprefix("torch.")
-    tensors = hf_tensors(checkpoint.canonical, lambda pattern: checkpoint.dtypes.get(pattern, dtype))
-
-    def gathered(tensor: HfTensor) -> Iterator[ndarray]:
-        yield _gather(parameters, tensor, needs_of[tensor.pattern], rank, group).view(torch.uint8).numpy()
-
+    collect = _Collected(parameters, trainer_layout.layouts(hf_config, sizes), checkpoint, rank, group)
+    tensors = hf_tensors(checkpoint.canonical, lambda pattern: checkpoint.dtypes.get(pattern, collect.dtype))
     if rank:
-        for tensor in tensors:
-            _gather(parameters, tensor, needs_of[tensor.pattern], rank, group)
+        collect.send(tensors)
         return
     with whole_folder(Path(path)) as folder:
-        write_weights(folder, tensors, gathered, shard_bytes)
-        copy_description(Path(source), folder, dtype, hf_config)
+        write_weights(folder, tensors, collect, shard_bytes)
+        copy_description(Path(source), folder, collect.dtype, hf_config)
 
 
-def _gather(
-    parameters: Mapping[str, Tensor],
-    tensor: HfTensor,
-    wanted: Sequence[Need],
+@torch.no_grad()
+def export_adapter(
+    factors: Mapping[str, Tensor],
+    *,
+    hf_config: Mapping[str, Any],
+    adapter: Adapter,
+    sizes: MegatronSizes,
     rank: int,
-    group: dist.ProcessGroup | None,
-) -> Tensor | None:
-    """Returns one canonical tensor whole on rank 0, None on the others; collective. The first holder of a box sends
-    it."""
-    dtype = getattr(torch, tensor.dtype)
-    result = torch.empty(tensor.box.shape, dtype=dtype) if rank == 0 else None
-    for need in wanted:
-        box = need.receive.box.intersection(tensor.box)
-        if box is None:
-            continue
-        holder, held = min(need.holders.items())
-        if rank == holder:
-            (part,) = held.narrow(box).views(parameters)
-            part = part.to("cpu").contiguous()
-            if rank:
-                dist.send(part, 0, group=group)
-        elif rank == 0:
-            part = torch.empty(box.shape, dtype=dtype)
-            dist.recv(part, holder, group=group)
-        if rank == 0:
-            result[box.within(tensor.box).slices] = part.view(box.shape)
-    return result
+    base: str,
+    path: str | Path,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Writes the factors of the trainer's adapters as a PEFT folder; otherwise like `export`. `base`: the folder of the
+    model, which PEFT loads with them."""
+    checkpoint = checkpoint_layout(hf_config, adapter)
+    collect = _Collected(factors, trainer_layout.layouts(hf_config, sizes, adapter), checkpoint, rank, group)
+    tensors = peft.factor_tensors(checkpoint.canonical, collect.dtype)
+    if rank:
+        collect.send(tensors)
+        return
+    with whole_folder(Path(path)) as folder:
+        write_file(folder / peft.WEIGHTS, tensors, collect)
+        peft.write_description(folder, adapter, hf_config, base)
+
+
+class _Collected:
+    """The canonical tensors of all trainer ranks, whole on rank 0, one at a time."""
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        layouts: Sequence[Layout],
+        checkpoint: Layout,
+        rank: int,
+        group: dist.ProcessGroup | None,
+    ):
+        layouts[rank].check({name: each.shape for name, each in parameters.items()}, f"trainer rank {rank}")
+        self._parameters, self._rank, self._group = parameters, rank, group
+        self._needs: dict[str, list[Need]] = defaultdict(list)
+        for need in needs(layouts, [checkpoint]):
+            self._needs[need.receive.tensor].append(need)
+        self.dtype = str(next(iter(parameters.values())).dtype).removeprefix("torch.")
+
+    def __call__(self, tensor: HfTensor) -> Iterator[ndarray]:
+        """Yields the elements of a tensor, on rank 0."""
+        yield self._gather(tensor).view(torch.uint8).numpy()
+
+    def send(self, tensors: Sequence[HfTensor]) -> None:
+        """Sends rank 0 what it asks for as it writes these tensors; on the other ranks."""
+        for tensor in tensors:
+            self._gather(tensor)
+
+    def _gather(self, tensor: HfTensor) -> Tensor | None:
+        """Returns one canonical tensor whole on rank 0, None on the others; collective. The first holder of a box sends
+        it."""
+        rank, group = self._rank, self._group
+        dtype = getattr(torch, tensor.dtype)
+        result = torch.empty(tensor.box.shape, dtype=dtype) if rank == 0 else None
+        for need in self._needs[tensor.pattern]:
+            box = need.receive.box.intersection(tensor.box)
+            if box is None:
+                continue
+            holder, held = min(need.holders.items())
+            if rank == holder:
+                (part,) = held.narrow(box).views(self._parameters)
+                part = part.to("cpu").contiguous()
+                if rank:
+                    dist.send(part, 0, group=group)
+            elif rank == 0:
+                part = torch.empty(box.shape, dtype=dtype)
+                dist.recv(part, holder, group=group)
+            if rank == 0:
+                result[box.within(tensor.box).slices] = part.view(box.shape)
+        return result

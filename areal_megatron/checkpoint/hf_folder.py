@@ -7,7 +7,7 @@ import logging
 import operator
 import shutil
 import struct
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -203,15 +203,22 @@ def write_weights(
     weight_map = {}
     for number, held in enumerate(files):
         name = f"model-{number + 1:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else SINGLE
-        with appending(folder / name, sync) as append:
-            append(safetensors_header((t.name, _SAFETENSORS_WORDS[t.dtype], t.shape, t.nbytes) for t in held))
-            for tensor in held:
-                for block in blocks(tensor):
-                    append(raw(block))
+        write_file(folder / name, held, blocks, sync)
         weight_map |= {tensor.name: name for tensor in held}
     if len(files) > 1:
         total = sum(tensor.nbytes for held in files for tensor in held)
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def write_file(
+    path: Path, tensors: Sequence[HfTensor], blocks: Callable[[HfTensor], Iterable[ndarray]], sync: bool = False
+) -> None:
+    """Writes one file of write_weights."""
+    with appending(path, sync) as append:
+        append(safetensors_header((t.name, _SAFETENSORS_WORDS[t.dtype], t.shape, t.nbytes) for t in tensors))
+        for tensor in tensors:
+            for block in blocks(tensor):
+                append(raw(block))
 
 
 def copy_description(source: Path, folder: Path, dtype: str, config: Mapping[str, Any] | None = None) -> None:

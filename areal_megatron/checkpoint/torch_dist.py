@@ -22,8 +22,9 @@ from numpy import ndarray
 
 from areal_megatron.checkpoint.disk import CheckpointError, Extent, OpenFiles, read_box
 from areal_megatron.checkpoint.torch_dist_metadata import Chunk, stored_tensors
+from areal_megatron.models.adapter import Adapter, adapted
 from areal_megatron.models.architecture import FAMILIES, Architecture, architecture
-from areal_megatron.models.pattern import name_at, numbers
+from areal_megatron.models.pattern import NUMBER, name_at, numbers
 from areal_megatron.models.table import EMBEDDING, HEAD
 from areal_megatron.reshard import trainer_layout
 from areal_megatron.reshard.boxes import Box, Layout, Piece, Shape, whole
@@ -31,20 +32,26 @@ from areal_megatron.reshard.trainer_layout import MegatronSizes
 
 ALONE = MegatronSizes(vocabulary_multiple=1)
 """The sizes of a trainer rank that holds all of the model, without padding."""
-MODEL_PREFIXES = ("embedding.", "decoder.", "output_layer.")
+ADAPTER = "adapter"
+"""What the names of the factors of adapters begin with. The rest of a name is PEFT's, without the number of the layer,
+which is the tensor's first axis."""
+MODEL_PREFIXES = ("embedding.", "decoder.", "output_layer.", f"{ADAPTER}.")
 """Prefixes of the model's tensors, but not of the optimizer's and others."""
 ALIASES = {f".{row.megatron}": f".{row.fused}" for family in FAMILIES.values() for row in family.layer if row.fused}
 """How the layer norms' names end, and how where TransformerEngine holds them inside the linear layers that follow."""
 PADDED = (EMBEDDING.megatron, HEAD.megatron)
 
 
-def layout(hf_config: Mapping[str, Any]) -> Layout:
-    """Returns the map from regions of checkpoint tensors to boxes of canonical tensors; no vocabulary padding.
+def layout(hf_config: Mapping[str, Any], adapter: Adapter | None = None) -> Layout:
+    """Returns the map from regions of checkpoint tensors to boxes of canonical tensors, of the model or of an adapter's
+    factors; no vocabulary padding.
 
     Its pieces transpose nothing.
 
     Raises ConfigError for a model without a table.
     """
+    if adapter:
+        return _factors(adapted(architecture(hf_config), adapter).canonical)
     alone, model = trainer_layout.layout(hf_config, ALONE, 0), architecture(hf_config)
     named = partial(tensor_name, alike=model.dimensions.all_alike)
     held: dict[str, Shape] = {}
@@ -62,6 +69,21 @@ def layout(hf_config: Mapping[str, Any]) -> Layout:
             if pattern in alone.dtypes:
                 dtypes[name] = alone.dtypes[pattern]
     return Layout(held, alone.canonical, tuple(pieces), dtypes)
+
+
+def _factors(canonical: Mapping[str, Shape]) -> Layout:
+    names = {pattern: f"{ADAPTER}.{factor_name(pattern)}" for pattern in canonical}
+    held = {name: canonical[pattern] for pattern, name in names.items()}
+    pieces = []
+    for pattern, name in names.items():
+        everything = whole(canonical[pattern])
+        pieces.append(Piece(name, everything, pattern, everything, tuple(range(len(canonical[pattern])))))
+    return Layout(held, dict(canonical), tuple(pieces))
+
+
+def factor_name(pattern: str) -> str:
+    """Returns what the name of an adapter's factor has after ADAPTER, from its canonical pattern."""
+    return NUMBER.sub("", pattern).replace("..", ".")
 
 
 def _sections(model: Architecture, pattern: str) -> list[tuple[str, int, int]]:
@@ -119,16 +141,17 @@ def extra_states(layout: Layout) -> list[str]:
 
 
 class DistCheckpoint:
-    """The model of a torch_dist folder, read by boxes of canonical tensors.
+    """The model of a torch_dist folder, or the adapter's factors of one that has these alone, read by boxes of
+    canonical tensors.
 
     Nothing in the folder is run. Raises CheckpointError where files are missing, truncated or of another format, or
     where names and shapes do not follow from hf_config.
     """
 
-    def __init__(self, folder: Path, hf_config: Mapping[str, Any]):
+    def __init__(self, folder: Path, hf_config: Mapping[str, Any], adapter: Adapter | None = None):
         self.folder = folder
         self._stored = stored_tensors(folder, MODEL_PREFIXES)
-        expected = layout(hf_config)
+        expected = layout(hf_config, adapter)
         self._name_of = {
             name: name if name in self._stored or other_name(name) not in self._stored else other_name(name)
             for name in expected.parameters

@@ -198,7 +198,19 @@ def _check_lora(config: Config, require: Require) -> None:
         "rollout.first_weights",
         "engines that are sent adapters read the model from its folder; leave it out, or set lora.merge=true",
     )
-    require(not config.has_adapters, "lora.rank", "no trainer has adapters yet; leave it out")
+    if not config.has_adapters:
+        return
+    require(
+        config.mode != "reward_model",
+        "lora.rank",
+        "a reward model's head is no adapter: train it whole, without lora.rank",
+    )
+    require(not config.has_critic, "ppo.critic.lr", "a critic trains all its weights; leave it out, or lora.rank")
+    require(
+        not config.trainer.megatron.get("moe_router_bias_update_rate"),
+        "trainer.megatron.moe_router_bias_update_rate",
+        "moves the routers of the model, which adapters leave as it is; leave it out",
+    )
 
 
 def _check_corrections(ppo: PPOConfig, require: Require) -> None:

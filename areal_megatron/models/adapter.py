@@ -62,16 +62,16 @@ class Adapter:
     def modules(self, model: Architecture) -> list[str]:
         """Returns the last parts of the names of the linear layers with an adapter, in the order of the model. Raises
         ConfigError for a target that the model does not have."""
-        found = list(dict.fromkeys(_module(name) for row in model.layer if takes_adapter(row) for name in row.tensors))
+        found = list(dict.fromkeys(module_of(name) for row in linear_rows(model) for name in row.tensors))
         if self.targets == (ALL_LINEAR,):
             return found
         for target in self.targets:
             if target not in found:
-                experts = {_module(name) for row in model.layer if row.of_experts for name in row.tensors}
-                near = difflib.get_close_matches(target, found, 1)
+                inner = {module_of(name) for row in model.layer if "mlp." in row.megatron for name in row.tensors}
+                near = difflib.get_close_matches(target, found, 1) if target not in inner else []
                 hint = f", did you mean {near[0]}?" if near else f"; {model.name} has {', '.join(found)}"
-                kind = "is of experts alone, which get no adapters" if target in experts else "is no linear layer"
-                raise ConfigError(f"lora.targets: {target} {kind}{hint}")
+                problem = "is of experts, which get no adapters" if target in inner else "is no linear layer"
+                raise ConfigError(f"lora.targets: {target} {problem}{hint}")
         return [name for name in found if name in self.targets]
 
 
@@ -91,9 +91,14 @@ def served(config: Config, hf_config: Mapping[str, Any]) -> Adapter | None:
     return replace(adapter, targets=tuple(modules))
 
 
-def takes_adapter(row: Row) -> bool:
-    """Returns whether a row is of linear layers that may have adapters: not of experts, nor of their router."""
-    return ".linear_" in row.megatron and row.megatron.endswith(_WEIGHT) and not row.of_experts
+def linear_rows(model: Architecture) -> list[Row]:
+    """Returns the rows of the linear layers that may have adapters, in the order of the model.
+
+    In a model with experts these are attention's alone: by the names of an MLP's layers PEFT means the experts', also
+    where a model has a dense MLP too.
+    """
+    rows = [row for row in model.layer if ".linear_" in row.megatron and row.megatron.endswith(_WEIGHT)]
+    return [row for row in rows if row.of_attention] if model.dimensions.experts else rows
 
 
 def adapted(model: Architecture, adapter: Adapter | None) -> Architecture:
@@ -104,8 +109,8 @@ def adapted(model: Architecture, adapter: Adapter | None) -> Architecture:
     modules = adapter.modules(model)
     layer = [
         factor
-        for row in model.layer
-        if takes_adapter(row) and any(_module(name) in modules for name in row.tensors)
+        for row in linear_rows(model)
+        if any(module_of(name) in modules for name in row.tensors)
         for factor in _factors(row, modules)
     ]
     dimensions = replace(model.dimensions, adapter_rank=adapter.rank)
@@ -117,17 +122,17 @@ def _factors(row: Row, modules: list[str]) -> tuple[Row, Row]:
 
     A layer that is cut by rows has A whole on every rank, one that is cut by columns has B whole.
     """
-    axes = {name: axes.split() for name, axes in row.tensors.items() if _module(name) in modules}
+    axes = {name: axes.split() for name, axes in row.tensors.items() if module_of(name) in modules}
     by_columns = row.cut is Cut.COLUMNS
     first, second = FACTORS
     down = _named(row, first) | {
         "cut": Cut.COLUMNS if by_columns else Cut.WHOLE,
-        "tensors": {_factor(name, first): f"adapter_rank {inner}" for name, (_, inner) in axes.items()},
+        "tensors": {factor_of(name, first): f"adapter_rank {inner}" for name, (_, inner) in axes.items()},
     }
     up = _named(row, second) | {
         "cut": Cut.WHOLE if by_columns else row.cut,
-        "tensors": {_factor(name, second): f"{outer} adapter_rank" for name, (outer, _) in axes.items()},
-        "among": tuple(_factor(name, second) for name in row.tensors),
+        "tensors": {factor_of(name, second): f"{outer} adapter_rank" for name, (outer, _) in axes.items()},
+        "among": tuple(factor_of(name, second) for name in row.tensors),
     }
     return replace(row, **down), replace(row, **up)
 
@@ -137,10 +142,11 @@ def _named(row: Row, factor: str) -> dict[str, str]:
     return {"megatron": megatron, "vllm": f"{row.vllm.removesuffix(_WEIGHT)}.{factor}", "grouped": "", "fused": ""}
 
 
-def _factor(name: str, factor: str) -> str:
+def factor_of(name: str, factor: str) -> str:
+    """Returns the name of a weight's factor."""
     return f"{name.removesuffix(_WEIGHT)}.{factor}{_WEIGHT}"
 
 
-def _module(name: str) -> str:
-    """The last part of the name of a weight's layer: q_proj."""
+def module_of(name: str) -> str:
+    """Returns the last part of the name of a weight's layer: q_proj of model.layers.3.self_attn.q_proj.weight."""
     return name.removesuffix(_WEIGHT).rpartition(".")[2]

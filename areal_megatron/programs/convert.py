@@ -1,15 +1,18 @@
-"""Converts between Hugging Face folders and distributed checkpoints of megatron-core (format torch_dist).
+"""Converts between Hugging Face or PEFT folders and distributed checkpoints of megatron-core (format torch_dist).
 
-    areal convert to-hf CHECKPOINT OUT [--config HF_DIR] [--dtype bfloat16] [--shard-gb 4] [--verify]
-                                         [--no-sync]
+    areal convert to-hf CHECKPOINT OUT [--config HF_DIR] [--base HF_DIR] [--dtype bfloat16] [--shard-gb 4]
+                                         [--verify] [--no-sync]
     areal convert from-hf HF_DIR OUT [--dtype bfloat16] [--shard-gb 4] [--verify] [--no-sync]
+    areal convert to-peft CHECKPOINT OUT [--base HF_DIR] [--dtype bfloat16] [--verify] [--no-sync]
+    areal convert from-peft PEFT_DIR OUT [--base HF_DIR] [--dtype bfloat16] [--verify] [--no-sync]
 
 CHECKPOINT is a checkpoint folder of a run (RUN/checkpoints/version-000012), which holds `trainer/`, a torch_dist folder
 as megatron-core writes it, and `hf/`, all of the Hugging Face folder but the weights; or a torch_dist folder alone with
---config, a folder that has config.json and tokenizer; or an export of a run (RUN/exports/version-000012). OUT is a new
-folder; it appears whole or not at all. One process without GPUs that never holds more than a part of a tensor; every
-parallel layout and every model of areal_megatron/models. Exit code 2 and one line for input that cannot be converted.
-More: docs/checkpoints.md.
+--config, a folder that has config.json and tokenizer; or an export of a run (RUN/exports/version-000012). Of a
+checkpoint of adapters, or a PEFT folder, to-hf writes the whole model, with the adapter added to its weights. OUT is a
+new folder; it appears whole or not at all. One process without GPUs that never holds more than a part of a tensor;
+every parallel layout and every model of areal_megatron/models. Exit code 2 and one line for input that cannot be
+converted. More: docs/checkpoints.md.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from pathlib import Path
 
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
-from areal_megatron.checkpoint.convert import from_hf, to_hf
+from areal_megatron.checkpoint.convert import from_hf, from_peft, to_hf, to_peft
 from areal_megatron.checkpoint.disk import CheckpointError
 from areal_megatron.config import ConfigError
 from areal_megatron.hub import hub
@@ -60,9 +63,16 @@ def main(arguments: list[str] | None = None) -> int:
             guard()  # what is printed above the bar
             task = bar.add_task("")
             settings["report"] = lambda done, total: bar.update(task, completed=done, total=total)
+            if named := getattr(options, "base", None):
+                settings["base"] = Path(hub.model_folder(named, "--base"))
             if options.direction == "to-hf":
                 description = options.config and Path(hub.model_folder(options.config, "--config", weights=False))
                 to_hf(options.checkpoint, options.out, description=description, **settings)
+            elif options.direction == "to-peft":
+                del settings["shard_bytes"]  # PEFT has one file
+                to_peft(options.checkpoint, options.out, **settings)
+            elif options.direction == "from-peft":
+                from_peft(options.peft_dir, options.out, **settings)
             else:
                 from_hf(Path(hub.model_folder(options.hf_dir, "HF_DIR")), options.out, **settings)
     except (CheckpointError, ConfigError) as e:
@@ -90,7 +100,19 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     back = directions.add_parser("from-hf", help="write a checkpoint folder, of the model without an optimizer")
     back.add_argument("hf_dir", help="Hugging Face folder with safetensors, or OWNER/NAME of the hub")
     back.add_argument("out", type=Path, help="new folder")
-    for direction in (to, back):
+    adapter_to = directions.add_parser("to-peft", help="write the adapter of a checkpoint as PEFT's folder")
+    adapter_to.add_argument("checkpoint", type=Path, help="checkpoint folder of a run that trains adapters")
+    adapter_to.add_argument("out", type=Path, help="new folder")
+    adapter_back = directions.add_parser(
+        "from-peft", help="write a checkpoint folder, of an adapter without an optimizer"
+    )
+    adapter_back.add_argument("peft_dir", type=Path, help="folder with adapter_config.json")
+    adapter_back.add_argument("out", type=Path, help="new folder")
+    for direction in (to, adapter_to, adapter_back):
+        direction.add_argument(
+            "--base", help="folder, or name on the hub, of the model that an adapter is for; default: what it names"
+        )
+    for direction in (to, back, adapter_to, adapter_back):
         direction.add_argument("--dtype", choices=ITEMSIZE, help="dtype of the tensors written; default: as it is")
         direction.add_argument("--shard-gb", type=float, default=4.0, help="GiB a file at most; default 4")
         direction.add_argument(

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 from areal_megatron.checkpoint import folder as checkpoint_folder
+from areal_megatron.checkpoint import peft
 from areal_megatron.checkpoint.convert import TRAINER, to_hf
 from areal_megatron.checkpoint.disk import CheckpointError
 from areal_megatron.checkpoint.folder import Written
@@ -302,6 +303,8 @@ class Checkpoints:
     def _describe(self, folder: Path) -> None:
         (folder / "hf").mkdir()
         copy_description(Path(self._model.path), folder / "hf", self._model.dtype, self._trainer.hf_config)
+        if adapter := self._trainer.adapter:
+            peft.write_description(folder, adapter, self._trainer.hf_config, self._model.path)
 
     def _is_to_be_exported(self, version: int) -> bool:
         every = self._settings.hf_every

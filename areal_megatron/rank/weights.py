@@ -28,7 +28,7 @@ class Weights:
         self._store = run.endpoint(STORE, config.machine.peer_timeout_s)
         self._publisher = Publisher(
             TrainerRank(
-                parameters=trainer.parameters,
+                parameters=trainer.policy.factors if config.engines_adapt else trainer.parameters,
                 planner=Planner.of(config, trainer.hf_config, trainer.sizes),
                 rank=trainer.parallel.rank,
                 dtype=getattr(torch, config.model.dtype),
@@ -83,17 +83,19 @@ class Weights:
 
 
 def save_hf(config: Config, run: Run, trainer: Trainer) -> None:
-    """Exports the trainer's weights to run.hf, with the tokenizer of model.path; every rank calls it.
+    """Exports the trainer's weights to run.hf, with the tokenizer of model.path, and adapters to run.adapter as well;
+    every rank calls it.
 
     Raises Replaced.
     """
     run.check_current()
-    hf.export(
-        parameters=trainer.parameters(),
-        hf_config=trainer.hf_config,
-        sizes=trainer.sizes,
-        rank=trainer.parallel.rank,
-        source=config.model.path,
-        path=run.hf,
-        group=trainer.parallel.control,
-    )
+    where = {
+        "hf_config": trainer.hf_config,
+        "sizes": trainer.sizes,
+        "rank": trainer.parallel.rank,
+        "group": trainer.parallel.control,
+    }
+    if trainer.adapter:
+        own = {"adapter": trainer.adapter, "base": config.model.path, "path": run.adapter}
+        hf.export_adapter(trainer.policy.factors(), **own, **where)
+    hf.export(trainer.exported(), source=config.model.path, path=run.hf, **where)

@@ -156,6 +156,7 @@ class Run:
         self.metrics = self.folder / "metrics.jsonl"
         self.status = self.folder / "status.json"
         self.hf = self.folder / "hf"
+        self.adapter = self.folder / "adapter"
         self.checkpoints = self.folder / "checkpoints"
         self.exports = self.folder / "exports"
         self.evaluations = self.folder / "evaluations"

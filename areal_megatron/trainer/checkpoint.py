@@ -26,6 +26,7 @@ from areal_megatron.checkpoint import torch_dist_file
 from areal_megatron.checkpoint.folder import Written
 from areal_megatron.checkpoint.torch_dist import MODEL_PREFIXES
 from areal_megatron.checkpoint.torch_dist_file import Image, file_name
+from areal_megatron.models.adapter import Adapter
 from areal_megatron.process.errors import first_line
 from areal_megatron.run.folder import RunError
 from areal_megatron.trainer import checkpoint_tensors
@@ -160,6 +161,8 @@ class Saver:
                 "schedule": optimizer.schedule_state(),
             }
         described = {"sizes": asdict(self._trainer.sizes), "content_metadata": checkpoint_tensors.METADATA}
+        if self._trainer.adapter:
+            described["adapter"] = asdict(self._trainer.adapter)
         torch.save(states.pop("policy") | states | described, file)
         return file.getvalue()
 
@@ -239,6 +242,7 @@ def load(trainer: Trainer, path: Path) -> None:
     try:
         common = dist_checkpointing.load_common_state_dict(str(path))
         states = {name: _sharded(name, learner) for name, learner in trainer.learners.items()}
+        _check_adapter(trainer.adapter, common.get("adapter"))
         if "critic" in states and "critic" not in common:
             raise ValueError("it has no critic: resume it without ppo.critic, or take one of a run that had a critic")
         state = states.pop("policy") | states
@@ -258,6 +262,20 @@ def load(trainer: Trainer, path: Path) -> None:
         ) from e
     if "generators" in loaded:
         checkpoint_tensors.set_generators(loaded["generators"])
+
+
+def _check_adapter(own: Adapter | None, saved: dict[str, Any] | None) -> None:
+    """Raises ValueError unless a checkpoint has the adapters that are trained, or none if none are."""
+    if saved != (own and asdict(own)):
+        shown = [
+            f"lora.rank={each['rank']}, alpha={each['alpha']:g}, targets={','.join(each['targets'])}"
+            if each
+            else "no adapters"
+            for each in (saved, own and asdict(own))
+        ]
+        raise ValueError(
+            f"it has {shown[0]}, and the config asks for {shown[1]}; resume it with its own settings of lora"
+        )
 
 
 def _sharded(name: str, learner: Learner) -> dict[str, Any]:

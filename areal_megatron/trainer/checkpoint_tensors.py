@@ -7,7 +7,9 @@ parameter; such runs are stored as the boxes that they are, so that nothing has 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,9 +24,13 @@ from megatron.core.dist_checkpointing.mapping import (
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor
 
+from areal_megatron.checkpoint import torch_dist
+from areal_megatron.checkpoint.torch_dist import ADAPTER
 from areal_megatron.checkpoint.torch_dist_file import Stored
+from areal_megatron.models.pattern import name_at, numbers
 from areal_megatron.reshard.boxes import Box, boxes
 from areal_megatron.trainer.learner import Learner
+from areal_megatron.trainer.model import named_parameters
 from areal_megatron.trainer.optimizer import ModelOptimizer, Own
 from areal_megatron.trainer.trainer import Trainer
 
@@ -49,7 +55,10 @@ def prefix(name: str) -> str:
 
 
 def model_state(name: str, learner: Learner) -> dict[int, Any]:
-    """Returns megatron-core's sharded state of this rank's part of the model of that name, by virtual stage."""
+    """Returns megatron-core's sharded state of this rank's part of the model of that name, by virtual stage. With
+    adapters it has their factors alone, by name."""
+    if learner.adapters:
+        return {0: _factors(learner)}
     metadata = METADATA | {"dp_cp_group": replicas()}
     return {
         number: chunk.module.sharded_state_dict(prefix=prefix(name), metadata=metadata)
@@ -62,11 +71,65 @@ def load_model(name: str, learner: Learner, state: dict[int, Any]) -> None:
 
     Raises KeyError if a tensor of the model is missing.
     """
+    if learner.adapters:
+        for key, values in learner.factors().items():
+            values.copy_(state[0][key])
+        return
     for number, chunk in enumerate(learner.chunks):
         loaded = {key.removeprefix(prefix(name)): value for key, value in state[number].items()}
         wrong = chunk.module.load_state_dict(loaded, strict=False)
         if other := [key for key in wrong.missing_keys if not key.endswith("_extra_state")] + wrong.unexpected_keys:
             raise KeyError(f"{', '.join(other)} of model {name}")
+
+
+def _factors(learner: Learner) -> dict[str, ShardedTensorFactory]:
+    """The factors of adapters, in the parts that are in tensors of their own in a checkpoint: one for each of PEFT's,
+    with the layers as its first axis."""
+    pieces: dict[str, list[tuple[Box, str, Box]]] = defaultdict(list)
+    for piece in learner.adapters.pieces:
+        for single in piece.box.singles(numbers(piece.tensor)):
+            own, named = piece.narrow(single).local, numbers(piece.parameter)
+            region = Box(own.start[named:], own.stop[named:])
+            pieces[name_at(piece.parameter, own.start[:named])].append((region, piece.tensor, single))
+    found, replica = {}, replicas().rank()
+    tp = parallel_state.get_tensor_model_parallel_rank()
+    for name, parameter in named_parameters(learner.chunks):
+        if name in pieces:
+            cut = getattr(parameter, "tensor_model_parallel", False)
+            build = partial(_build, pieces[name], learner.adapters.canonical)
+            merge = partial(_merge, pieces[name], parameter.shape)
+            found[name] = ShardedTensorFactory(ADAPTER, parameter, build, merge, (0, 0 if cut else tp, replica))
+    return found
+
+
+def _build(
+    pieces: list[tuple[Box, str, Box]],
+    shapes: Mapping[str, tuple[int, ...]],
+    key: str,
+    data: Tensor,
+    replica: tuple[int, ...],
+    _: None,
+) -> dict[str, ShardedTensor]:
+    return {
+        str(number): ShardedTensor(
+            f"{key}.{torch_dist.factor_name(tensor)}",
+            part := data[region.slices].view(box.shape),
+            data.dtype,
+            tuple(part.shape),
+            shapes[tensor],
+            box.start,
+            axis_fragmentations=None,  # a rank may have more heads of queries than of keys
+            replica_id=replica,
+        )
+        for number, (region, tensor, box) in enumerate(pieces)
+    }
+
+
+def _merge(pieces: list[tuple[Box, str, Box]], shape: torch.Size, parts: dict[str, Tensor]) -> Tensor:
+    whole = next(iter(parts.values())).new_empty(shape)
+    for number, (region, _, _) in enumerate(pieces):
+        whole[region.slices] = parts[str(number)].view(region.shape)
+    return whole
 
 
 def stored_tensors(model: dict[int, Any], optimizer: ModelOptimizer) -> Iterator[Stored]:

@@ -103,6 +103,8 @@ class _Products(torch.autograd.Function):
         rows, *weights = ctx.saved_tensors
         gradient, ends = gradient.contiguous(), _ends(ctx.counts, rows.device)
         to_rows = F.grouped_mm(gradient, stacked(weights), offs=ends) if ctx.needs_input_grad[0] else None
+        if not any(ctx.needs_input_grad[2:]):
+            return to_rows, None, *[None] * len(weights)
         to_weights = F.grouped_mm(gradient.t(), rows, offs=ends).unbind()
         for count, to_weight in zip(ctx.counts, to_weights, strict=True):
             if not count:  # nothing was multiplied, and so perhaps nothing written

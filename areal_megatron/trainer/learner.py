@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from areal_megatron.reshard.boxes import Layout
 from areal_megatron.trainer import pipeline
-from areal_megatron.trainer.model import tensors
+from areal_megatron.trainer.model import factors, tensors
 from areal_megatron.trainer.optimizer import ModelOptimizer
 from areal_megatron.trainer.routing import forget_load, move_biases
 
@@ -51,10 +52,16 @@ class Learner:
 
     chunks: pipeline.Chunks
     optimizer: ModelOptimizer
+    adapters: Layout | None = None
+    """What this rank holds of the factors of adapters, where these are trained and nothing else is."""
 
     def parameters(self) -> dict[str, Tensor]:
         """Returns this rank's parameters as `reshard.trainer_layout.layout` names them."""
         return tensors(self.chunks)
+
+    def factors(self) -> dict[str, Tensor]:
+        """Returns this rank's factors of adapters as `adapters` names them."""
+        return factors(self.chunks)
 
     def gradient(self, work: Sequence[pipeline.Work]) -> float:
         """Computes the gradient of a mini-batch and returns its norm, the same on all ranks."""

@@ -129,10 +129,11 @@ class _TokenLogprobs(torch.autograd.Function):
         known = (normalisers, d_logprobs)
         if d_entropies is not None:
             known += (entropies, d_entropies / shard.temperature)
-        d_hidden, d_weight = torch.zeros_like(hidden, dtype=torch.float32), torch.zeros_like(weight)
+        d_hidden = torch.zeros_like(hidden, dtype=torch.float32)
+        d_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         for columns in shard.columns:
             layer, own_weight = shard.layer(columns), weight[columns]
-            d_own_weight = torch.zeros_like(own_weight, dtype=torch.float32)
+            d_own_weight = None if d_weight is None else torch.zeros_like(own_weight, dtype=torch.float32)
             for tokens in shard.tokens:
                 logits = shard.logits(hidden[tokens], layer)
                 d_logits = slopes(logits, *(x[tokens] for x in known))
@@ -140,8 +141,10 @@ class _TokenLogprobs(torch.autograd.Function):
                 d_logits.scatter_add_(1, column, d_logprobs[tokens].where(own, 0)[:, None])
                 d_logits = d_logits.to(hidden.dtype)
                 _add_product(d_hidden[tokens], d_logits, own_weight)
-                _add_product(d_own_weight, d_logits.T, hidden[tokens])
-            d_weight[columns] = d_own_weight
+                if d_own_weight is not None:
+                    _add_product(d_own_weight, d_logits.T, hidden[tokens])
+            if d_weight is not None:
+                d_weight[columns] = d_own_weight
         return d_hidden.to(hidden.dtype), d_weight, None, None, None, None
 
 

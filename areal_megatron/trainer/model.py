@@ -19,12 +19,15 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from areal_megatron.config import Config
+from areal_megatron.models.adapter import Adapter
 from areal_megatron.models.architecture import Architecture, architecture, read_config
 from areal_megatron.models.qwen2 import QKV_BIAS
 from areal_megatron.models.qwen3 import HEAD_NORMS
 from areal_megatron.models.table import ROUTER_BIAS, Dimensions
+from areal_megatron.reshard.boxes import Layout
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 from areal_megatron.trainer import hardware
+from areal_megatron.trainer.adapter import add_adapters, is_factor
 from areal_megatron.trainer.cpu import cpu_passes_for_cuda
 from areal_megatron.trainer.layers import block_spec
 from areal_megatron.trainer.megatron_fields import with_fields
@@ -146,12 +149,14 @@ def build_model(
     *,
     replays_routes: bool = False,
     frozen: bool = False,
+    base: Layout | None = None,
 ) -> list[DistributedDataParallel]:
     """Builds this rank's part of the model of model.path: a module for each of its virtual pipeline stages.
 
     The modules are wrapped for data parallelism, and their parameters are not initialised; a `frozen` model's have no
-    gradients. `replays_routes`: its experts are those that the engines choose. The config must have passed
-    `model_check.check_model`, and Megatron's process groups must exist.
+    gradients. `replays_routes`: its experts are those that the engines choose. `base`: what this rank holds of the
+    model, for one that gets the adapters of the config. The config must have passed `model_check.check_model`, and
+    Megatron's process groups must exist.
     """
     hf, held = described(config.model.path)
     absent = hardware.kernels(device, config.model.dtype)
@@ -175,6 +180,8 @@ def build_model(
         if replays_routes:
             replay_routes(chunk)
         chunk.requires_grad_(not frozen)
+        if base and (adapter := Adapter.of(config.lora)):
+            add_adapters(chunk, held, adapter, base)
         chunks.append(DistributedDataParallel(transformer, settings, chunk, disable_bucketing=stage > 0))
         if not overlap:
             _keep_to_itself(chunks[-1])
@@ -218,16 +225,22 @@ def _finalise_gradients(chunks: list[DistributedDataParallel], trained: torch.Te
 
 
 def named_parameters(chunks: list[DistributedDataParallel]) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Yields this rank's parameters with their names in `reshard.trainer_layout.layout`."""
+    """Yields this rank's parameters, and the factors of their adapters, with their names in
+    `reshard.trainer_layout.layout`."""
     for number, chunk in enumerate(chunks):
         prefix = f"model{number}." if len(chunks) > 1 else ""
         for name, parameter in chunk.module.named_parameters():
             yield prefix + name, parameter
 
 
+def factors(chunks: list[DistributedDataParallel]) -> dict[str, torch.Tensor]:
+    """Returns the live values of the factors of adapters, by name."""
+    return {name: parameter.data for name, parameter in named_parameters(chunks) if is_factor(name)}
+
+
 def tensors(chunks: list[DistributedDataParallel]) -> dict[str, torch.Tensor]:
-    """Returns the live values of `named_parameters`, and of the routers' biases, by name."""
-    found = {name: parameter.data for name, parameter in named_parameters(chunks)}
+    """Returns the live values of the model's parameters without adapters, and of the routers' biases, by name."""
+    found = {name: parameter.data for name, parameter in named_parameters(chunks) if not is_factor(name)}
     for number, chunk in enumerate(chunks):
         prefix = f"model{number}." if len(chunks) > 1 else ""
         for name, values in chunk.module.named_buffers():
@@ -265,8 +278,11 @@ def _chunk(
 
 
 def parallel_sizes(config: Config, device: torch.device) -> MegatronSizes:
-    """Returns the trainer pool's sizes. Layers are TransformerEngine's if it is installed and the device is CUDA."""
-    return MegatronSizes.of(config.trainer, transformer_engine=device.type == "cuda" and HAVE_TE)
+    """Returns the trainer pool's sizes. Layers are TransformerEngine's if it is installed, the device is CUDA and they
+    get no adapters."""
+    # Adapters need what TransformerEngine's layers give to no one: the norm of their input, which they compute within.
+    engine = device.type == "cuda" and HAVE_TE and not config.has_adapters
+    return MegatronSizes.of(config.trainer, transformer_engine=engine)
 
 
 def transformer_config(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property
 
@@ -14,6 +14,7 @@ from areal_megatron.checkpoint import hf
 from areal_megatron.config import Config
 from areal_megatron.data.trajectory import BatchPart, checksum
 from areal_megatron.model_check import check_model, trained_config
+from areal_megatron.models.adapter import Adapter
 from areal_megatron.models.architecture import architecture, read_config
 from areal_megatron.models.flops import SequenceFlops
 from areal_megatron.observe.background import AppendedFile
@@ -22,12 +23,13 @@ from areal_megatron.reshard.trainer_layout import is_head, layout, without_head
 from areal_megatron.run.folder import Run
 from areal_megatron.trainer import attention_kernels, hardware, pipeline
 from areal_megatron.trainer import parallel as process_groups
+from areal_megatron.trainer.adapter import Merged, begin
 from areal_megatron.trainer.batch import RowPart
 from areal_megatron.trainer.critic import Critic
 from areal_megatron.trainer.learner import Learner
 from areal_megatron.trainer.lessons import lesson_of
 from areal_megatron.trainer.logprobs import Vocabulary, tile_of
-from areal_megatron.trainer.model import Policy, ValueModel, build_model, parallel_sizes, tensors
+from areal_megatron.trainer.model import Policy, ValueModel, build_model, factors, parallel_sizes, tensors
 from areal_megatron.trainer.optimizer import ModelOptimizer
 from areal_megatron.trainer.ppo import PPO, BatchResult
 from areal_megatron.trainer.recompute import decided
@@ -59,11 +61,13 @@ class Trainer:
         self.hf_config = trained_config(config, pad_token)
         self._choose_kernels()
         self._flops = SequenceFlops.of(self.hf_config)
+        self.adapter = Adapter.of(config.lora)
+        self._adapters = self.adapter and layout(self.hf_config, self.sizes, self.parallel.rank, self.adapter)
         chunks = self._chunks()
         self._reference, self.critic = None, None
         if config.has_critic:
             self.critic = Critic(config, self.sizes, self.parallel, self.timeline)
-        self.policy = Learner(chunks, ModelOptimizer(config.optimizer, chunks, self._steps()))
+        self.policy = Learner(chunks, ModelOptimizer(config.optimizer, chunks, self._steps()), self._adapters)
         vocabulary = Vocabulary(
             size=self.hf_config["vocab_size"],
             temperature=1.0 if config.is_supervised else config.rollout.temperature,
@@ -72,7 +76,7 @@ class Trainer:
             rounded=config.model.head_dtype == "model",
         )
         if config.has_reference:  # copied before a checkpoint brings other weights
-            self._reference = Reference(config, self.parallel, vocabulary, tensors(chunks))
+            self._reference = Reference(config, self.parallel, vocabulary, chunks)
         self._vocabulary, self._part = vocabulary, RowPart.of(chunks[0].config, self.device, self._flops)
 
     def __enter__(self) -> Trainer:
@@ -97,12 +101,24 @@ class Trainer:
         settings, models = self.config.trainer, (self.policy, lesson, self._reference)
         return Supervised(settings, *models, self.parallel, self._part, self._flops, self.timeline)
 
-    def parameters(self) -> dict[str, Tensor]:
+    def parameters(self) -> Mapping[str, Tensor]:
         """Returns the policy's parameters on this rank, as `reshard.trainer_layout.layout` names them.
 
-        They change only in optimizer steps.
+        They change only in optimizer steps. If adapters are trained, they are added to copies of the weights, which
+        change in the next call.
         """
-        return self.policy.parameters()
+        return self._merged.kept() if self._adapters else self.policy.parameters()
+
+    def exported(self) -> Mapping[str, Tensor]:
+        """Returns the same to be read once, without copies for all weights at a time."""
+        if not self._adapters:
+            return self.policy.parameters()
+        self._merged.forget()
+        return self._merged
+
+    @cached_property
+    def _merged(self) -> Merged:
+        return Merged(self.policy.chunks, self.policy.parameters())
 
     @property
     def learners(self) -> dict[str, Learner]:
@@ -114,11 +130,13 @@ class Trainer:
         unless model.path has one."""
         config, held = self.config, layout(self.hf_config, self.sizes, self.parallel.rank)
         kind = ValueModel if config.mode == "reward_model" else Policy
-        chunks = build_model(config, self.sizes, self.device, kind, replays_routes=True)
+        chunks = build_model(config, self.sizes, self.device, kind, replays_routes=True, base=held)
         loaded, own = tensors(chunks), architecture(read_config(config.model.path))
         if kind is ValueModel and not own.is_reward_model:
             held, loaded = without_head(held), {name: each for name, each in loaded.items() if not is_head(name)}
         hf.load(loaded, held, config.model.path)
+        if self._adapters:
+            begin(factors(chunks), self._adapters, config.seed)
         return chunks
 
     def _choose_kernels(self) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from areal_megatron.checkpoint import folder as checkpoint_folder
 from areal_megatron.checkpoint.folder import SavedCheckpoint
 from areal_megatron.config import Config, ConfigError
+from areal_megatron.models.weight_files import ADAPTER
 from areal_megatron.run.folder import Run
 
 
@@ -28,6 +29,8 @@ def _kept(run: Run, checkpoint: SavedCheckpoint | None) -> str:
     with suppress(OSError):
         if (run.hf / "config.json").exists():
             things.append(f"the model for transformers and vLLM in {_short(run.hf)}")
+        if (run.adapter / ADAPTER).exists():
+            things.append(f"its adapter for PEFT in {_short(run.adapter)}")
     return ", ".join(things) or f"no checkpoint; metrics and logs in {_short(run.folder)}"
 
 

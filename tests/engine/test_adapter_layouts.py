@@ -20,9 +20,9 @@ ADAPTERS = {
     "qwen3-tied": Adapter(1, 3.0, ("v_proj", "down_proj")),
     "qwen3": Adapter(16, 32.0, ("q_proj", "up_proj")),
     "qwen3-moe": Adapter(8, 16.0, ATTENTION),
-    "glm4-moe": Adapter(8, 16.0, (*ATTENTION, *MLP)),
-    "deepseek-v3-moe": Adapter(8, 16.0, (*LATENT, *MLP)),
-    "moonlight-moe": Adapter(8, 16.0, ("q_proj", *LATENT[2:], *MLP)),
+    "glm4-moe": Adapter(8, 16.0, ATTENTION),
+    "deepseek-v3-moe": Adapter(8, 16.0, LATENT),
+    "moonlight-moe": Adapter(8, 16.0, ("q_proj", *LATENT[2:])),
 }
 CASES = [*((name, tp, False, "float32") for tp in (1, 2) for name in ADAPTERS), ("two-kv-heads", 4, False, "bfloat16")]
 RANKS = 4

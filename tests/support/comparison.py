@@ -46,7 +46,8 @@ def gather_row(values: Tensor, microbatch: MicroBatch) -> Tensor:
 
 
 def whole_gradients(learner: Learner) -> dict[str, Tensor]:
-    """Returns the gradients of this rank's parameters, from the shards of all ranks that hold the same."""
+    """Returns the gradients of this rank's parameters that are trained, from the shards of all ranks that hold the
+    same."""
     groups = {
         "buffers": parallel_state.get_data_parallel_group(with_context_parallel=True),
         "expert_parallel_buffers": parallel_state.get_expert_data_parallel_group(),
@@ -57,7 +58,8 @@ def whole_gradients(learner: Learner) -> dict[str, Tensor]:
         ):
             own = bucket.grad_data.chunk(group.size())[group.rank()].clone()
             dist.all_gather_into_tensor(bucket.grad_data, own, group=group)
-    return {name: parameter.main_grad for name, parameter in named_parameters(learner.chunks)}
+    trained = ((name, each) for name, each in named_parameters(learner.chunks) if each.requires_grad)
+    return {name: parameter.main_grad for name, parameter in trained}
 
 
 def pieces(

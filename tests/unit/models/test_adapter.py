@@ -30,7 +30,10 @@ def linear_layers(name) -> dict[str, torch.nn.Linear]:
     with torch.device("meta"):
         model = make_model(config)
     layers = {path: each for path, each in model.named_modules() if isinstance(each, torch.nn.Linear)}
-    return {path: each for path, each in layers.items() if path != "lm_head"}
+    attention_alone = "num_experts_per_tok" in MODELS[name][2]
+    return {
+        path: each for path, each in layers.items() if path != "lm_head" and not (attention_alone and "mlp" in path)
+    }
 
 
 def factors(name, *targets) -> dict[str, tuple[int, ...]]:
@@ -61,7 +64,11 @@ def test_only_the_named_layers_have_them():
             "lm_head",
             "lm_head is no linear layer; Qwen3ForCausalLM has q_proj, k_proj, v_proj, o_proj, ",
         ),
-        ("qwen3_moe", "gate_proj", "gate_proj is of experts alone, which get no adapters"),
+        (
+            "qwen3_moe",
+            "gate_proj",
+            "gate_proj is of experts, which get no adapters; Qwen3MoeForCausalLM has q_proj, k_proj, ",
+        ),
         ("deepseek_v3", "q_proj", "q_proj is no linear layer"),
     ],
 )

@@ -1,0 +1,194 @@
+"""Adapters as PEFT's folders: `adapter_config.json`, and the factors in `adapter_model.safetensors`. No torch, but to
+add them to a model's weights."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from numpy import ndarray
+
+from areal_megatron.checkpoint.disk import BoxReader, CheckpointError, OpenFiles, cast, empty, read_box
+from areal_megatron.checkpoint.hf_folder import HfTensor, hf_tensors, safetensors_extents
+from areal_megatron.models.adapter import ALL_LINEAR, FACTORS, Adapter, adapted, factor_of, linear_rows
+from areal_megatron.models.architecture import Architecture, architecture
+from areal_megatron.models.pattern import name_at, numbers
+from areal_megatron.models.weight_files import ADAPTER
+from areal_megatron.process.errors import printable
+from areal_megatron.process.files import write_json
+from areal_megatron.reshard.boxes import Box, Shape, expand
+from areal_megatron.run.json_input import read_object
+
+WEIGHTS = "adapter_model.safetensors"
+PREFIX = "base_model.model."
+"""What PEFT's names of factors have before those of the model's layers."""
+_ABSENT = (
+    "alpha_pattern",
+    "alora_invocation_tokens",
+    "corda_config",
+    "eva_config",
+    "exclude_modules",
+    "fan_in_fan_out",
+    "layer_replication",
+    "layers_to_transform",
+    "loftq_config",
+    "lora_bias",
+    "modules_to_save",
+    "rank_pattern",
+    "target_parameters",
+    "trainable_token_indices",
+    "use_bdlora",
+    "use_dora",
+    "use_qalora",
+)
+"""Settings with which an adapter computes something else, or has other tensors."""
+
+
+def description(adapter: Adapter, model: Architecture, base: str) -> dict[str, Any]:
+    """Returns the content of adapter_config.json. `base`: the folder or name of the model without the adapter."""
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": adapter.rank,
+        "lora_alpha": int(adapter.alpha) if adapter.alpha == int(adapter.alpha) else adapter.alpha,
+        "lora_dropout": 0.0,
+        "use_rslora": adapter.use_rslora,
+        "target_modules": adapter.modules(model),
+        "bias": "none",
+        "init_lora_weights": True,
+        "inference_mode": True,
+    }
+
+
+def write_description(folder: Path, adapter: Adapter, hf_config: Mapping[str, Any], base: str | Path) -> None:
+    """Writes adapter_config.json. `base`: the folder of the model without the adapter. Raises OSError."""
+    write_json(folder / ADAPTER, description(adapter, architecture(hf_config), os.path.abspath(base)))
+
+
+def read_description(folder: Path) -> tuple[Adapter, str]:
+    """Returns the adapter that a folder's adapter_config.json describes, and the name of its base. Raises
+    CheckpointError for one that is missing, or of another kind than these adapters."""
+    file = folder / ADAPTER
+    try:
+        found = read_object(file)
+    except OSError as e:
+        raise CheckpointError(f"cannot read {file}: {e.strerror}") from None
+    except ValueError as e:
+        raise CheckpointError(f"{file} {e}") from None
+    if (kind := found.get("peft_type")) != "LORA":
+        raise CheckpointError(f"{file} has peft_type={printable(repr(kind), 60)}; only LORA is known")
+    for key in _ABSENT:
+        if found.get(key):
+            raise CheckpointError(f"{file} sets {key}, which these adapters do not have")
+    if found.get("bias", "none") != "none":
+        raise CheckpointError(f"{file} has bias={printable(repr(found['bias']), 60)}; only none is known")
+    rank, alpha, targets = found.get("r"), found.get("lora_alpha"), found.get("target_modules")
+    if type(rank) is not int or not 0 < rank <= 4096:
+        raise CheckpointError(f"{file} needs a positive integer r, has {printable(repr(rank), 60)}")
+    if type(alpha) not in (int, float) or alpha <= 0:
+        raise CheckpointError(f"{file} needs a positive number lora_alpha, has {printable(repr(alpha), 60)}")
+    if targets == ALL_LINEAR:
+        targets = [ALL_LINEAR]
+    if not isinstance(targets, list) or not targets or not all(isinstance(each, str) for each in targets):
+        raise CheckpointError(f"{file} needs a list of names as target_modules; a pattern is not known")
+    base = found.get("base_model_name_or_path")
+    names = dict.fromkeys(each.rpartition(".")[2] for each in targets)
+    return Adapter(rank, float(alpha), tuple(names), bool(found.get("use_rslora"))), base if isinstance(
+        base, str
+    ) else ""
+
+
+class PeftFolder:
+    """The factors of a PEFT folder, read by boxes of canonical tensors.
+
+    Raises CheckpointError where the file is damaged, or has other tensors than the adapter of this model.
+    """
+
+    def __init__(self, folder: Path, model: Architecture, adapter: Adapter):
+        expected = expand(adapted(model, adapter).canonical)
+        path, self._files = folder / WEIGHTS, OpenFiles()
+        names, self._extents = safetensors_extents(path, {PREFIX + name for name in expected})
+        for name, shape in expected.items():
+            if PREFIX + name not in self._extents:
+                raise CheckpointError(
+                    f"{path} has no tensor {PREFIX + name}, which its config and {model.name} ask for"
+                )
+            if (found := self._extents[PREFIX + name].box.shape) != shape:
+                raise CheckpointError(
+                    f"{path}: {PREFIX + name} has shape {list(found)}, its config and the base's ask for "
+                    f"{list(shape)}: it is of another base"
+                )
+        if other := sorted(names - {PREFIX + name for name in expected}):
+            raise CheckpointError(
+                f"{path} has a tensor {printable(other[0])}, which its config or its base does not have"
+            )
+
+    def dtype(self, tensor: str) -> str:
+        return self._extents[PREFIX + name_at(tensor, [0] * numbers(tensor))].dtype
+
+    def read(self, tensor: str, box: Box, out: ndarray, dtype: str) -> None:
+        """Fills `out`, an array of the box's shape for elements of `dtype`, with a box of a canonical pattern within
+        one layer."""
+        named = numbers(tensor)
+        name, region = name_at(tensor, box.start[:named]), Box(box.start[named:], box.stop[named:])
+        read_box(self._files, self._extents[PREFIX + name], region, out[(0,) * named], dtype)
+
+    def close(self) -> None:
+        self._files.close()
+
+
+def factor_tensors(canonical: Mapping[str, Shape], dtype: str) -> list[HfTensor]:
+    """Returns the tensors of a PEFT folder."""
+    return [each._replace(name=PREFIX + each.name) for each in hf_tensors(canonical, lambda _: dtype)]
+
+
+class MergedModel:
+    """A model with an adapter's products added to its weights, read by boxes of canonical tensors.
+
+    Weights are rounded to the dtype of the factors, as trainers hold them; the sum, in float32, is rounded once.
+    """
+
+    def __init__(self, base: BoxReader, factors: BoxReader, model: Architecture, adapter: Adapter):
+        self._base, self._factors, self._scale = base, factors, adapter.scale
+        self._shapes = adapted(model, adapter).canonical
+        self._weights = {name for row in linear_rows(model) for name in row.of_layers(model.dimensions).tensors}
+        self._own = factors.dtype(next(iter(self._shapes)))
+        self._last: tuple[str, int] | None = None
+
+    def dtype(self, tensor: str) -> str:
+        return self._own
+
+    def read(self, tensor: str, box: Box, out: ndarray, dtype: str) -> None:
+        """As BoxReader has it."""
+        names = [factor_of(tensor, factor) for factor in FACTORS]
+        if tensor not in self._weights or names[0] not in self._shapes:
+            self._base.read(tensor, box, out, dtype)
+            return
+        import torch
+
+        if self._last != (tensor, box.start[0]):
+            self._down, self._up = (self._factor(name, box.start[0]) for name in names)
+            self._last = (tensor, box.start[0])
+        held = empty(box.shape, self._own)
+        self._base.read(tensor, box, held, self._own)
+        values = torch.from_numpy(held).view(getattr(torch, self._own)).float()
+        _, rows, columns = box.slices
+        values += self._up[rows] @ self._down[:, columns] * self._scale
+        out[...] = cast(values.view(torch.uint32).numpy(), "float32", dtype)
+
+    def close(self) -> None:
+        self._base.close()
+        self._factors.close()
+
+    def _factor(self, name: str, layer: int) -> Any:
+        """A factor of one layer as a torch tensor, float32."""
+        import torch
+
+        shape = self._shapes[name]
+        box = Box((layer, *(0 for _ in shape[1:])), (layer + 1, *shape[1:]))
+        values = empty(box.shape, "float32")
+        self._factors.read(name, box, values, "float32")
+        return torch.from_numpy(values).view(torch.float32)[0]

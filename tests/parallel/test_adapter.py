@@ -1,0 +1,101 @@
+"""Adapters on trainer ranks against plain PyTorch on Hugging Face models, in every parallel layout."""
+
+import math
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from areal_megatron.checkpoint.convert import to_hf, to_peft
+from areal_megatron.checkpoint.peft import WEIGHTS
+from areal_megatron.checkpoint.torch_dist import MODEL_PREFIXES
+from areal_megatron.checkpoint.torch_dist_metadata import stored_tensors
+from areal_megatron.models.weight_files import ADAPTER
+from areal_megatron.run.folder import Run
+from tests.support.low_rank import adapted_oracle
+from tests.support.soaking import with_soaked
+from tests.support.tiny_models import load_oracle, save_model
+
+FAMILIES = ("qwen2", "qwen3", "llama", "qwen3_moe", "glm4_moe", "deepseek_v3", "moonlight")
+CLASSIC = {"targets": "q_proj,v_proj"}
+CASES = {
+    "tp1": [(family, {}, {}) for family in FAMILIES] + [("qwen3", {"recompute": "full"}, CLASSIC)],
+    "2-ranks": [
+        ("qwen2", {"tp": 2, "recompute": "full"}, {}),
+        ("qwen2", {"pp": 2}, {}),
+        ("qwen3", {"pp": 2, "vpp": 2, "recompute": "mlp"}, {}),
+        ("llama", {"cp": 2, "recompute": "elementwise"}, {}),
+        ("qwen3", {"dp": 2}, CLASSIC),
+        ("deepseek_v3", {"tp": 2}, {}),
+        ("qwen3_moe", {"dp": 2, "ep": 2}, {}),
+        ("glm4_moe", {"tp": 2, "etp": 1, "recompute": "full"}, {}),
+    ],
+    "4-ranks": [
+        ("qwen3", {"tp": 4}, {}),  # more ranks than KV heads
+        ("llama", {"tp": 2, "dp": 2, "recompute": "mlp"}, {"use_rslora": True}),
+        ("moonlight", {"tp": 2, "cp": 2, "recompute": "full"}, {}),
+        ("qwen3_moe", {"tp": 2, "dp": 2, "ep": 2, "etp": 1}, {}),
+    ],
+}
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    return {name: save_model(name, folder / name) for name in FAMILIES}
+
+
+@pytest.fixture
+def folder(tmp_path, models):
+    """The folder that ranks work in, with the models."""
+    for name, path in models.items():
+        (tmp_path / name).symlink_to(path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("case", with_soaked(CASES, ()))
+def test_every_layout_trains_adapters_as_one_process_does(folder, on_ranks, case):
+    runs = {f"run-{number}": each for number, each in enumerate(CASES[case])}
+    for run in runs:
+        Run(folder / run).create()
+    [world] = {math.prod(layout.get(size, 1) for size in ("tp", "cp", "pp", "dp")) for _, layout, _ in CASES[case]}
+    on_ranks("adapter_checks:check_layouts", world, cases=runs)
+
+
+def check_files(folder):
+    """What ranks gather is what the converter reads of their checkpoint, and transformers loads the sum of both."""
+    shutil.copy(folder / "adapter" / ADAPTER, folder / "last")
+    to_peft(folder / "last", folder / "converted")
+    assert (folder / "converted" / WEIGHTS).read_bytes() == (folder / "adapter" / WEIGHTS).read_bytes()
+    to_hf(folder / "adapter", folder / "merged")
+    tokens = torch.arange(7, 40)[None]
+    logits = [load_oracle(folder / name)(tokens).logits for name in ("once", "kept", "merged")]
+    model = adapted_oracle(folder / "qwen3", 4, 2.5, ["all-linear"])
+    factors = load_file(folder / "adapter" / WEIGHTS)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                parameter.copy_(factors[f"base_model.model.{name}.weight"])
+    for each in logits:
+        torch.testing.assert_close(each, model(tokens).logits, atol=1e-5, rtol=0)
+
+
+def test_checkpoints_hold_adapters_alone_and_resume_in_any_layout(folder, on_ranks):
+    """The optimizer's states of a factor are with it, float32, and nothing is there of the model's own weights."""
+    for run in ("straight", "other", "none", *(f"run-{number}" for number in range(4))):
+        Run(folder / run).create()
+    saved = {"tp": 2, "pp": 2}
+    on_ranks("adapter_checks:check_straight", 4, family="qwen3", layout=saved)
+    held = stored_tensors(folder / "saved", (*MODEL_PREFIXES, "optimizer."))
+    factors = {name: each.shape for name, each in held.items() if name.startswith("adapter.")}
+    assert factors["adapter.model.layers.self_attn.q_proj.lora_B.weight"] == (4, 128, 4)
+    states = {f"optimizer.state.{state}.{name}" for name in factors for state in ("param", "exp_avg", "exp_avg_sq")}
+    assert {*held} == {*factors, *states}
+    check_files(folder)
+    on_ranks("adapter_checks:check_resumed", 4, family="qwen3", cases={"run-0": saved}, exact=True)
+    on_ranks(
+        "adapter_checks:check_resumed", 2, family="qwen3", cases={"run-1": {"dp": 2}, "run-2": {"cp": 2}}, exact=False
+    )
+    on_ranks("adapter_checks:check_resumed", 1, family="qwen3", cases={"run-3": {}}, exact=False)
+    on_ranks("adapter_checks:check_other", 1, family="qwen3")

@@ -1,0 +1,236 @@
+"""Checks of adapters on trainer ranks, which tests start (conftest.on_ranks)."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from areal_megatron.checkpoint import hf
+from areal_megatron.config import Config, CorrectionConfig, LoraConfig, PenaltyConfig, PPOConfig
+from areal_megatron.models.adapter import Adapter
+from areal_megatron.models.pattern import numbers
+from areal_megatron.packing.partition import split
+from areal_megatron.reshard.boxes import Box
+from areal_megatron.run.folder import RunError
+from areal_megatron.trainer import checkpoint, pipeline
+from areal_megatron.trainer.batch import pack_trajectories
+from areal_megatron.trainer.objective import trained_logprobs
+from areal_megatron.trainer.trainer import Trainer
+from tests.support import training_oracle as oracle
+from tests.support.comparison import whole_gradients
+from tests.support.low_rank import adapted_oracle, factors, value
+from tests.support.plain_results import make_trajectories, minibatch, update_data
+from tests.support.ranks.checkpoint_checks import update
+from tests.support.ranks.prompt_checks import with_prompts
+from tests.support.ranks.trainer_checks import MiniBatch, make_config, open_trainer
+from tests.support.tiny_models import load_oracle
+
+LORA = LoraConfig(rank=4, alpha=10.0)
+
+
+def adapter_config(folder: Path, family: str, layout: dict, lora: LoraConfig = LORA, **sections) -> Config:
+    penalty = PenaltyConfig(entropy=0.3, kl=0.2, kl_form="k3")
+    ppo = PPOConfig(minibatches=2, correction=CorrectionConfig(truncate=3.0), penalty=penalty)
+    return make_config(folder, family, layout, **{"lora": lora, "ppo": ppo, **sections})
+
+
+def set_random(subject: Trainer) -> None:
+    """Gives the factors the oracle's random values."""
+    fill(subject, value)
+    for optimizer in subject.policy.optimizer._distributed():
+        optimizer._copy_model_params_to_main_params()
+
+
+def fill(subject: Trainer, of: Any) -> None:
+    layout = subject.policy.adapters
+    for piece in layout.pieces:
+        for name, region, view in piece.tensors(subject.policy.factors()):
+            view.copy_(of(name, layout.canonical[piece.tensor][numbers(piece.tensor) :])[region])
+
+
+def plain(subject: Trainer, name: str) -> dict[str, Any]:
+    """Returns what plain code gives, computed once by rank 0 for all layouts of a model."""
+    path = Path(subject.config.model.path) / f"{name}.pt"
+    if subject.parallel.is_first and not path.exists():
+        temporary = path.with_suffix(f".{os.getpid()}")
+        torch.save(compute(subject.config), temporary)
+        os.replace(temporary, path)
+    subject.parallel.barrier()
+    return torch.load(path, weights_only=True)
+
+
+def content() -> tuple:
+    """Returns a mini-batch whose groups have a prompt each."""
+    trajectories, *others = minibatch()
+    return with_prompts(trajectories), *others
+
+
+def compute(config: Config) -> dict[str, Any]:
+    folder = Path(config.model.path)
+    model = adapted_oracle(folder, config.lora.rank, Adapter.of(config.lora).scale, config.lora.names)
+    trajectories, temperature = make_trajectories(7, version=0), config.rollout.temperature
+    with torch.no_grad():
+        logprobs = [oracle.response_logprobs(model, t, temperature)[t.loss_mask == 1] for t in trajectories]
+    exact = copy.deepcopy(model).double()
+    oracle.ppo_loss(exact, *content(), config).backward()
+    gradient = {name: parameter.grad for name, parameter in exact.named_parameters() if parameter.requires_grad}
+    learner = oracle.Learner(model, config)
+    learner.reference = load_oracle(folder)  # without adapters
+    learner.ppo_update(*update_data())
+    trained = {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return {"logprobs": torch.cat(logprobs), "gradient": factors(gradient), "trained": factors(trained)}
+
+
+def pieces(subject: Trainer, held: dict, expected: dict):
+    assert {*held} >= {*subject.policy.adapters.parameters}
+    for piece in subject.policy.adapters.pieces:
+        for name, region, view in piece.tensors(held):
+            yield name, view.double(), expected[name][region].double()
+
+
+def check_layouts(folder: Path, rank: int, cases: dict[str, list]) -> None:
+    """Log-probabilities, gradients, their norm and an update with adapters are those of plain code, in every layout.
+
+    cases: run folder → model, layout, settings of lora.
+    """
+    for run, (model, layout, settings) in cases.items():
+        lora = LoraConfig(**{"rank": 4, "alpha": 10.0, **settings})
+        with open_trainer(folder, rank, adapter_config(folder, model, layout, lora), run) as subject:
+            check_begin(subject)
+            set_random(subject)
+            expected = plain(subject, f"adapters-{lora.targets}-{Adapter.of(lora).scale}")
+            check_logprobs(subject, expected["logprobs"])
+            check_frozen(subject)
+            for shares in (False, True):
+                for cap in (40, 400):
+                    check_gradient(subject, expected["gradient"], cap, shares)
+            check_update(subject, expected["trained"])
+
+
+def check_begin(subject: Trainer) -> None:
+    """An adapter begins as nothing at all, but can be trained: A is not zero."""
+    held = subject.policy.factors()
+    assert all(values.any() == name.endswith("lora_A") for name, values in held.items())
+    base = subject.policy.parameters()
+    assert all(torch.equal(values, base[name]) for name, values in subject.parameters().items())
+
+
+def check_frozen(subject: Trainer) -> None:
+    """Nothing but the factors has a gradient, a buffer or a state in the optimizer."""
+    own = sum(values.numel() for values in subject.policy.factors().values())
+    buffers = [buffer for chunk in subject.policy.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    padded = sum(buffer.numel for buffer in buffers)
+    padding = padded - own
+    assert 0 <= padding <= 0.1 * own + 4096 * len(buffers)
+    states = sum(run.stop - run.start for run in subject.policy.optimizer.own().values())
+    assert states <= own
+
+
+def check_logprobs(subject: Trainer, expected: torch.Tensor) -> None:
+    batch = pack_trajectories(make_trajectories(7, version=0), [0.0] * 7, [1.0] * 7, 0, "recompute", subject._part)
+    objective = subject.ppo._objective
+    found = partial(trained_logprobs, objective._policy, objective._sampled, microbatch=batch.microbatch)
+    for logprobs, _ in pipeline.forward(subject.policy.chunks, [(batch.microbatch, found)]):
+        torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=0)
+
+
+def check_gradient(subject: Trainer, expected: dict[str, torch.Tensor], cap: int, shares: bool) -> None:
+    """Each part is within 3e-6 of the norm of the whole gradient, which is also the norm for clipping."""
+    MiniBatch(subject, *content(), shares_prompts=shares).forward_backward(cap)
+    norm = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
+    assert norm > 0.1
+    assert (error := abs(subject.policy.optimizer.gradient_norm() / norm - 1)) < 1e-5, f"the norm is off by {error:.1e}"
+    for name, ours, theirs in pieces(subject, whole_gradients(subject.policy), expected):
+        assert (error := float((ours - theirs).norm() / norm)) < 3e-6, f"{name} is off by {error:.1e} of the norm"
+
+
+def check_update(subject: Trainer, expected: dict[str, torch.Tensor]) -> None:
+    config, before = subject.config, {name: each.clone() for name, each in subject.policy.parameters().items()}
+    parts = split(update_data()[0], version=0, replicas=config.trainer.dp, minibatches=2, cap=128, seed=0)
+    assert subject.train_batch(parts[subject.parallel.replica]).applied
+    for name, ours, theirs in pieces(subject, subject.policy.factors(), expected):
+        torch.testing.assert_close(ours, theirs, atol=3e-5, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
+    assert all(torch.equal(values, before[name]) for name, values in subject.policy.parameters().items())
+
+
+def check_straight(folder: Path, rank: int, family: str, layout: dict) -> None:
+    """Makes four updates, saves after two of them, and keeps metrics and factors in files."""
+    with open_trainer(folder, rank, adapter_config(folder, family, layout), "straight") as subject:
+        set_random(subject)
+        saver = checkpoint.Saver(subject)
+        metrics = update(subject, 0, 2, saver)
+        saver.begin(folder / "saved")
+        metrics += update(subject, 2, 4, saver)
+        saver.begin(folder / "last" / "trainer")
+        saver.wait()
+        torch.save([*own_pieces(subject)], folder / f"factors-{rank}.pt")
+        for name, mapping in {"once": subject.exported(), "kept": subject.parameters()}.items():
+            export(subject, folder / name, mapping)
+        hf.export_adapter(
+            subject.policy.factors(),
+            adapter=Adapter.of(subject.config.lora),
+            base=subject.config.model.path,
+            path=folder / "adapter",
+            **of_rank(subject),
+        )
+        if subject.parallel.is_first:
+            (folder / "metrics.json").write_text(json.dumps(metrics))
+
+
+def of_rank(subject: Trainer) -> dict[str, Any]:
+    return {"hf_config": subject.hf_config, "sizes": subject.sizes, "rank": subject.parallel.rank}
+
+
+def export(subject: Trainer, path: Path, parameters: Mapping[str, torch.Tensor]) -> None:
+    hf.export(parameters, source=subject.config.model.path, path=path, **of_rank(subject))
+
+
+def check_resumed(folder: Path, rank: int, family: str, cases: dict[str, dict], exact: bool) -> None:
+    """The rest of those updates from the checkpoint, under other layouts, ends where they ended."""
+    expected = json.loads((folder / "metrics.json").read_text())
+    files = [torch.load(file, weights_only=True) for file in folder.glob("factors-*.pt")]
+    whole = {}
+    for name, start, stop, values in (piece for file in files for piece in file):
+        whole.setdefault(name, {})[tuple(start), tuple(stop)] = values
+    for run, layout in cases.items():
+        with open_trainer(folder, rank, adapter_config(folder, family, layout), run) as subject:
+            checkpoint.load(subject, folder / "saved")
+            metrics = update(subject, 2, 4)
+            for found, straight in zip(metrics, expected[2:], strict=True):
+                assert found == pytest.approx(straight, rel=0 if exact else 1e-4, abs=0 if exact else 1e-6)
+            for name, start, stop, ours in own_pieces(subject):
+                for (first, last), theirs in whole[name].items():
+                    common = Box(tuple(start), tuple(stop)).intersection(Box(first, last))
+                    if common:
+                        of = [
+                            values[common.within(Box(tuple(at), tuple(end))).slices]
+                            for values, at, end in ((ours, start, stop), (theirs, first, last))
+                        ]
+                        torch.testing.assert_close(*of, atol=0 if exact else 1e-6, rtol=0)
+
+
+def check_other(folder: Path, rank: int, family: str) -> None:
+    """A checkpoint of other adapters is refused in one line, and so is one of adapters by a run without any."""
+    wider = adapter_config(folder, family, {}, LoraConfig(rank=8, alpha=10.0))
+    cases = {
+        "other": (wider, r"it has lora.rank=4, alpha=10, .*config asks for lora.rank=8"),
+        "none": (make_config(folder, family, {}), "config asks for no adapters"),
+    }
+    for run, (config, problem) in cases.items():
+        with open_trainer(folder, rank, config, run) as subject, pytest.raises(RunError, match=problem):
+            checkpoint.load(subject, folder / "saved")
+
+
+def own_pieces(subject: Trainer):
+    """Yields (name, start, stop, values) of each piece of a factor on this rank."""
+    for piece in subject.policy.adapters.pieces:
+        for name, region, view in piece.tensors(subject.policy.factors()):
+            yield name, [s.start for s in region], [s.stop for s in region], view.clone()
