@@ -30,7 +30,7 @@ def warning(config: Config, updates: Sequence[dict[str, Any]]) -> str:
         )
     divergence, entropy, share = (_mean(last, key) for key in ("kl_staleness", "entropy", "effective_share"))
     if divergence is not None and entropy and divergence > LARGEST_KL * entropy:
-        limit = "" if o.staleness_kl else "set optimizer.staleness_kl=0.05, or "
+        limit = "" if o.staleness_kl else "set optimizer.staleness_kl=0.07, or "
         return (
             f"kl_staleness was {divergence / entropy:.2f} of the entropy over {WARNED_OVER} updates, above "
             f"{LARGEST_KL:g}: steps are too long for answers this stale; {limit}{lower}, see docs/staleness.md"
