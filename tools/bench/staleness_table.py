@@ -116,7 +116,16 @@ def tables(results: Results) -> str:
     """Returns Markdown: accuracies and progress over η, and every run."""
     commits = sorted({result["commit"] for result in results["cells"].values() if "accuracy" in result})
     of_runs = ["arm", "objective", "η", "runs", "difference from η = 0", "staleness; of tokens"]
-    of_tokens = ["effective_share", "its minimum", "kl_proximal", "clipped", "masked", "rate scaled by", "largest fall"]
+    of_tokens = [
+        "effective_share",
+        "its minimum",
+        "kl_proximal",
+        "clipped",
+        "masked",
+        "rate scaled by",
+        "largest fall",
+        "updates to 0.8; 0.9",
+    ]
     rows = [_details(results, arm, *cell) for arm in ARMS for cell in arm.cells]
     lines = [
         _over_seeds(results, "held-out accuracy", accuracies),
@@ -165,12 +174,29 @@ def _details(results: Results, arm: Arm, objective: str, eta: int) -> list[str]:
         *(f"{figures[key]:.1%}" for key in ("clip_share", "masked_share")),
         f"{figures['lr_factor']:.2f}" if "lr_factor" in figures else "–",
         f"{100 * max(largest_fall(run['training_accuracy']) for run in runs):.1f}",
+        "; ".join(_mean_updates([updates_to(run["training_accuracy"], level) for run in runs]) for level in (0.8, 0.9)),
     ]
 
 
-def largest_fall(shares: Sequence[float], window: int = 10) -> float:
-    """Returns how far the mean of `window` updates came to lie below that of an earlier one, after half of the run."""
-    means = [mean(shares[first : first + window]) for first in range(max(len(shares) - window + 1, 1))]
+def _mean_updates(counts: Sequence[int | None]) -> str:
+    known = [count for count in counts if count is not None]
+    missing = f" (never in {len(counts) - len(known)})" if len(known) < len(counts) else ""
+    return f"{mean(known):.0f}{missing}" if known else "never"
+
+
+def ten_means(shares: Sequence[float]) -> list[float]:
+    """Returns the mean of each ten updates that follow each other; of all, if they are fewer."""
+    return [mean(shares[first : first + 10]) for first in range(max(len(shares) - 9, 1))]
+
+
+def updates_to(shares: Sequence[float], level: float) -> int | None:
+    """Returns after how many updates the mean of the last ten has reached `level`; None if it never does."""
+    return next((first + 10 for first, value in enumerate(ten_means(shares)) if value >= level), None)
+
+
+def largest_fall(shares: Sequence[float]) -> float:
+    """Returns how far the mean of ten updates came to lie below an earlier one, in the second half of the run."""
+    means = ten_means(shares)
     late = means[len(means) // 2 :]
     return max(earlier - later for place, earlier in enumerate(late) for later in late[place:])
 

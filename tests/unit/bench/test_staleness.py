@@ -130,7 +130,7 @@ def test_tables_say_what_is_there_and_what_is_not():
     assert held_out["naive, rate 2.5e-5, falling linearly to 0"] == ["–", "–", "94.0", "–"]
     # of eight updates the third and the fourth
     assert learning[f"naive, {constant}"][3].startswith("31.0 (28.5")
-    detail = {tuple(row[:3]): row[3:] for row in rows if len(row) == 13}
+    detail = {tuple(row[:3]): row[3:] for row in rows if len(row) == 14}
     assert detail["constant", "naive", "16"] == [
         "80.0, 82.0, 84.0",
         "-14.0 (-17.6 to -10.4)",
@@ -142,6 +142,7 @@ def test_tables_say_what_is_there_and_what_is_not():
         "25.0%",
         "0.50",
         "0.0",
+        "never; never",
     ]
     assert detail["masked", "decoupled", "8"][1] == "-2.0 (-4.3 to +0.3)"
     assert detail["constant", "both", "0"][1] == "–"
@@ -155,6 +156,12 @@ def test_the_largest_fall_is_of_means_in_the_second_half():
     assert table.largest_fall([0.9] * 10 + [0.1] * 54) == 0, "in the first half"
     assert table.largest_fall([0.5] * 40 + [0.9] * 12 + [0.6] * 12) == pytest.approx(0.3)
     assert table.largest_fall([0.5] * 40 + [0.9] * 12 + [0.8] * 5 + [0.9] * 7) == pytest.approx(0.05)
+
+
+def test_a_level_is_reached_by_the_mean_of_ten():
+    assert table.updates_to([0.79] * 9 + [0.9] * 20, 0.8) == 10
+    assert table.updates_to([0.5] * 20 + [1.0] * 10, 0.8) == 26
+    assert table.updates_to([0.5] * 20 + [1.0] * 3, 0.8) is None
 
 
 def test_the_plot_is_a_picture_of_any_part_of_the_results():
