@@ -14,6 +14,7 @@ from areal_megatron.config import (
     ConfigError,
     DataConfig,
     EvalConfig,
+    LoraConfig,
     MachineConfig,
     ModelConfig,
     ReshardConfig,
@@ -74,6 +75,7 @@ def config_of_run(options: argparse.Namespace, folder: Path) -> Config:
         name="engine",
         mode="rl",
         resume="",
+        lora=LoraConfig(),  # the model that is evaluated has them in its weights
         seed=first_given(options.seed, trained.seed),
         model=replace(trained.model, path=str(export_of(folder).absolute())),
         machine=MachineConfig(device=options.device),

@@ -12,7 +12,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from areal_megatron.config import Config, RolloutConfig
+from areal_megatron.config import Config, LoraConfig, RolloutConfig
 from areal_megatron.config.config_file import load
 from areal_megatron.engine import kv_cache
 from areal_megatron.engine.server import check_shared_memory, own_cores, reserve_port, server_environment, url
@@ -42,7 +42,8 @@ def served(config: Config) -> Config:
         start_timeout_s=config.rollout.start_timeout_s,
         first_weights="model",
     )
-    return replace(config, model=replace(config.model, path=config.reward.model), rollout=rollout)
+    model = replace(config.model, path=config.reward.model)
+    return replace(config, model=model, lora=LoraConfig(), rollout=rollout)
 
 
 def command(config: Config, host: str, port: int) -> list[str]:

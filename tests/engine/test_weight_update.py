@@ -35,6 +35,7 @@ from tests.support.engines import tied
 from tests.support.link_store import open_store
 from tests.support.reshard_oracle import expected_checksums, held_checksums, megatron_shard, write_model
 from tests.support.soaking import with_soaked
+from tests.support.version_oracle import recomputed, with_stale_cache
 
 METRICS = {"kv_cache_metrics": True}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
@@ -262,35 +263,6 @@ def references(server):
     return [make(path, dtype=torch.float32, attn_implementation="eager") for path in server.folders]
 
 
-@torch.no_grad()
-def recomputed(models, tokens, switches):
-    """Returns the log-probability of each token under the model of its version, which computes all of the context."""
-    edges = [0, *switches, len(tokens)]
-    parts = []
-    for model, start, stop in zip(models, edges, edges[1:], strict=False):
-        logits = model(torch.tensor([PROMPT + tokens])).logits[0, len(PROMPT) - 1 : -1]
-        parts.append(_chosen(logits, tokens)[start:stop])
-    return torch.cat(parts)
-
-
-@torch.no_grad()
-def with_stale_cache(models, tokens, switches):
-    """Returns the log-probability of each token under the model of its version, with the keys and values of the context
-    as earlier versions computed them."""
-    ids = torch.tensor([PROMPT + tokens])
-    seen, cache, logits = 0, None, []
-    for model, switch in zip(models, [*switches, None], strict=True):
-        stop = ids.size(1) if switch is None else len(PROMPT) + switch - 1
-        out = model(ids[:, seen:stop], past_key_values=cache, use_cache=True)
-        seen, cache = stop, out.past_key_values
-        logits.append(out.logits)
-    return _chosen(torch.cat(logits, 1)[0, len(PROMPT) - 1 : -1], tokens)
-
-
-def _chosen(logits, tokens):
-    return logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
-
-
 async def stream_through(server, *, clear_cache):
     """Samples one answer while the engine is updated twice.
 
@@ -336,8 +308,8 @@ def test_recompute_policy_is_exact(server, references):
     completion, versions, switches = asyncio.run(stream_through(server, clear_cache=True))
     tokens, logprobs = completion.tokens.tolist(), torch.from_numpy(completion.logprobs)
     models = [references[version % 2] for version in versions]
-    torch.testing.assert_close(logprobs, recomputed(models, tokens, switches), atol=TOLERANCE, rtol=0)
-    stale = with_stale_cache(models, tokens, switches)
+    torch.testing.assert_close(logprobs, recomputed(models, PROMPT, tokens, switches), atol=TOLERANCE, rtol=0)
+    stale = with_stale_cache(models, PROMPT, tokens, switches)
     assert (logprobs - stale).abs().max() > 100 * TOLERANCE  # the two policies can be told apart
 
 
@@ -345,8 +317,8 @@ def test_keep_policy_is_exact(server, references):
     completion, versions, switches = asyncio.run(stream_through(server, clear_cache=False))
     tokens, logprobs = completion.tokens.tolist(), torch.from_numpy(completion.logprobs)
     models = [references[version % 2] for version in versions]
-    torch.testing.assert_close(logprobs, with_stale_cache(models, tokens, switches), atol=TOLERANCE, rtol=0)
-    assert (logprobs - recomputed(models, tokens, switches)).abs().max() > 100 * TOLERANCE
+    torch.testing.assert_close(logprobs, with_stale_cache(models, PROMPT, tokens, switches), atol=TOLERANCE, rtol=0)
+    assert (logprobs - recomputed(models, PROMPT, tokens, switches)).abs().max() > 100 * TOLERANCE
 
 
 def test_failed_transfer_leaves_the_old_version(server):

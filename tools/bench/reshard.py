@@ -5,6 +5,7 @@
     python tools/bench/reshard.py --device cuda|cpu [--repetitions 5] [--json FILE] [--small]
     python tools/bench/reshard.py --update delta|auto [--rate 1e-6 | --changed 0.03] [--compression zstd]
                                   [--link-mbps 1000] [--repetitions 5] [--json FILE] [--small]
+    python tools/bench/reshard.py --lora 16 [--core-each] [--repetitions 5] [--json FILE] [--small]
 
 Four Megatron ranks (tp 2 × pp 2) update two vLLM servers of tp 2. Each repetition measures, on the same processes, our
 update, the same weights by gather and broadcast, and the bytes of our plan alone (tools/bench/reshard_peers.py has the
@@ -15,7 +16,8 @@ update the checksums that vLLM computes must be those of the weights that were s
 transfer is also measured with the engine's receiving threads on the trainer's core. --device: the cost of packing,
 casting and unpacking, in one process and without vLLM (tools/bench/reshard_device.py). --update: updates of what has
 changed beside whole ones, after steps of AdamW with this learning rate, or with this share of weights changed, perhaps
-over a link of so many Mb/s between two network namespaces (tools/bench/reshard_delta.py).
+over a link of so many Mb/s between two network namespaces (tools/bench/reshard_delta.py). --lora: updates of adapters
+of this rank on all linear layers of 18 million parameters, beside whole ones (tools/bench/reshard_lora.py).
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from areal_megatron.config import Config
+from areal_megatron.models.adapter import served
 from areal_megatron.models.architecture import read_config
 from areal_megatron.process.files import new_folder
 from areal_megatron.reshard import engine_layout
@@ -112,6 +115,13 @@ class Bench:
         )
         self._checksums[0] = await self._held()
 
+    async def begin(self) -> None:
+        """Makes our links alone, and with adapters an even version, of which engines have none of their own."""
+        await self.use(LINKS[1])
+        for _ in range(2 * self._config.engines_adapt):
+            await self.ours()
+        self._checksums[0] = await self._held()
+
     async def use(self, link: str) -> list[dict]:
         """Begins a generation of our links with this `reshard.link`; returns what the engines were told."""
         self._link = (LINKS.index(link) + 1, link)
@@ -191,9 +201,9 @@ class Bench:
 
     def slices(self) -> list[int]:
         """Returns the bytes of the slice of each rank of each engine."""
-        sizes = EngineSizes.of(self._config.rollout)
-        of_engine = [engine_layout.layout(self.hf_config, sizes, rank).size * BYTES for rank in range(sizes.ranks)]
-        return of_engine * len(self.engines)
+        sizes, adapter = EngineSizes.of(self._config.rollout), served(self._config, self.hf_config)
+        layouts = (engine_layout.layout(self.hf_config, sizes, rank, adapter) for rank in range(sizes.ranks))
+        return [layout.size * BYTES for layout in layouts] * len(self.engines)
 
     async def _carry_out(self, engine: Engine, version: int, clear_cache: bool) -> Commit:
         streamed = self._config.reshard.staging == "streamed"
@@ -212,7 +222,10 @@ class Bench:
         return self._version
 
     async def _held(self) -> list[dict[str, str]]:
-        return [await engine.checksums() for engine in self.engines]
+        if not self._config.engines_adapt:
+            return [await engine.checksums() for engine in self.engines]
+        workers = [await engine.rpc("bench_slot") for engine in self.engines]
+        return [{name: sha for worker in own for name, sha in worker.items()} for own in workers]
 
 
 async def idle_repetition(bench: Bench) -> dict[str, float]:
@@ -394,6 +407,7 @@ def main() -> None:
     parser.add_argument("--compression", choices=("none", "zstd"), default="none", help="reshard.compression")
     parser.add_argument("--rate", type=float, default=1e-6, help="learning rate of the steps between updates")
     parser.add_argument("--changed", type=float, default=0.0, help="share of weights that change, instead of steps")
+    parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="updates of adapters beside whole ones")
     parser.add_argument("--link-mbps", type=float, default=0.0, help="between two namespaces; default: loopback")
     options = parser.parse_args()
     if options.update:
@@ -409,6 +423,14 @@ def main() -> None:
             options.link_mbps,
         )
         print(reshard_delta.table(figures))
+    elif options.lora:
+        from tools.bench import reshard_lora
+
+        out = new_folder("bench-reshard", options.out)
+        figures = asyncio.run(
+            reshard_lora.measure(out, options.repetitions, options.small, options.core_each, options.lora)
+        )
+        print("\n" + reshard_lora.table(figures))
     elif options.device:
         import torch
 

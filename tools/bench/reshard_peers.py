@@ -13,6 +13,7 @@ Trainer ranks read orders from stdin and answer on stdout, a JSON object a line.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import socket
@@ -34,11 +35,13 @@ from torch import Tensor
 from areal_megatron.checkpoint import hf
 from areal_megatron.config import Config, ReshardConfig
 from areal_megatron.config.config_file import load
+from areal_megatron.models.adapter import served
 from areal_megatron.models.architecture import read_config
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.reshard import publish, trainer_layout
 from areal_megatron.reshard.carriers.base import Deadline, LinkEnd, Members, connect
 from areal_megatron.reshard.plan import Bucket, Planner
+from areal_megatron.reshard.policy_slot import POLICY
 from areal_megatron.reshard.publish import Publisher, Received
 from areal_megatron.reshard.session import LinkInfo, LinkRef
 from areal_megatron.reshard.trainer_layout import MegatronSizes
@@ -198,7 +201,11 @@ class TrainerRank:
         (self._model,) = build_model(config, sizes, self._parallel.device)
         self._parameters = {name: parameter.data for name, parameter in self._model.module.named_parameters()}
         hf_config = read_config(config.model.path)
-        hf.load(self._parameters, trainer_layout.layout(hf_config, sizes, rank), config.model.path)
+        if adapter := served(config, hf_config):
+            shapes = trainer_layout.layout(hf_config, sizes, rank, adapter).parameters
+            self._parameters = {name: torch.randn(shape) for name, shape in shapes.items()}
+        else:
+            hf.load(self._parameters, trainer_layout.layout(hf_config, sizes, rank), config.model.path)
         self._publishers = {
             link: Publisher(
                 publish.TrainerRank(
@@ -340,6 +347,17 @@ class EngineWorker:
 
     def bench_processor(self) -> dict[str, Any]:
         return {"rank": self.rank, "seconds": time.process_time()}
+
+    def bench_slot(self) -> dict[str, Any]:
+        """Returns the sha256 of what the slot of the policy's adapter has in each layer."""
+        manager = self.model_runner.get_model().lora_manager
+        slot = manager.lora_index_to_id.index(POLICY)
+        held: dict[str, str] = {}
+        for layer, module in manager.modules.items():
+            for number, stack in enumerate((*module.lora_a_stacked, *module.lora_b_stacked)):
+                own = stack[slot].contiguous().view(torch.uint8).numpy().tobytes()
+                held[f"{self.rank}:{layer}:{number}"] = hashlib.sha256(own).hexdigest()
+        return held
 
     def bench_bytes(self) -> dict[str, Any]:
         return {"rank": self.rank, "bytes": received_bytes()}

@@ -21,6 +21,7 @@ import aiohttp
 from areal_megatron.config import (
     Config,
     DataConfig,
+    LoraConfig,
     MachineConfig,
     ModelConfig,
     ReshardConfig,
@@ -59,8 +60,10 @@ START_TIMEOUT_S = 300.0
 ENVIRONMENT = os.environ | ON_CPU | {"GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}
 
 
-def prepare(out: Path, sizes: dict[str, int], core_each: bool, staging: str, device: str = "cpu") -> tuple[Run, Config]:
-    """Writes a model and a run folder; `core_each`: for one trainer rank and one engine rank."""
+def prepare(
+    out: Path, sizes: dict[str, int], core_each: bool, staging: str, device: str = "cpu", lora: int = 0
+) -> tuple[Run, Config]:
+    """Writes a model and a run folder; `core_each`: for one trainer rank and one engine rank; `lora`: lora.rank."""
     from torch import bfloat16, manual_seed
     from transformers import Qwen3Config, Qwen3ForCausalLM
     from transformers.utils import logging
@@ -77,6 +80,7 @@ def prepare(out: Path, sizes: dict[str, int], core_each: bool, staging: str, dev
         runs_dir=str(out),
         updates=1,
         model=ModelConfig(path=str(out / "model"), dtype="bfloat16"),
+        lora=LoraConfig(rank=lora),
         data=DataConfig(train="none", max_prompt_tokens=PROMPT_TOKENS),
         machine=MachineConfig(device=device, peer_timeout_s=120),
         trainer=TrainerConfig() if core_each else TrainerConfig(tp=2, pp=2),

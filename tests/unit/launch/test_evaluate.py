@@ -23,6 +23,7 @@ from areal_megatron.controller.evaluation import Evaluation
 from areal_megatron.controller.sampler import Sampler
 from areal_megatron.data.prompts import read_prompts
 from areal_megatron.engine.client import Completion
+from areal_megatron.engine.server import engine_arguments
 from areal_megatron.launch import evaluate
 from areal_megatron.observe.estimates import estimate, figures, pass_at_k
 from areal_megatron.observe.evaluation_folder import Folder, Sampled, files_digest
@@ -433,6 +434,19 @@ def test_a_run_is_evaluated_as_it_evaluates_itself(world, tmp_path, workflow):
     assert evaluate.config_of(evaluate._options([str(run / "hf"), "x"])).reward.function.endswith(":coarse") is False
     (run / "incarnations").mkdir()
     assert evaluate.config_of(evaluate._options([str(run / "hf"), "x"])).reward.function.endswith(":coarse")
+
+
+def test_a_run_with_adapters_is_evaluated_by_its_whole_model(world, tmp_path):
+    run, data = tmp_path / "mine", tmp_path / "eval.jsonl"
+    shutil.copytree(world / "model", run / "hf")
+    data.write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    text = RUN.replace("WORKFLOW, turns: 2", "single_turn") + "lora: {rank: 8}\n"
+    for name, value in {"MODEL": world / "model", "TRAIN": data, "EVAL": data}.items():
+        text = text.replace(name, str(value))
+    (run / "config.yaml").write_text(text)
+    config = evaluate.config_of_run(evaluate._options([str(run)]), run)
+    assert config.model.path == str(run / "hf") and not config.engines_adapt
+    assert "--enable-lora" not in engine_arguments(config)
 
 
 def test_a_mistake_in_a_runs_workflow_is_told_before_an_engine_is_started(world, tmp_path, monkeypatch):
