@@ -14,8 +14,8 @@ from fractions import Fraction
 from areal_megatron.data.boxed import BOX, last_boxed
 from areal_megatron.reward.no_score import AnswerRefused
 from areal_megatron.reward.notation import numbers_in, restates
-from areal_megatron.reward.numeral import LONGEST, Numeral, bare, in_digits, is_name, numeral
-from areal_megatron.reward.quantity import same_quantity
+from areal_megatron.reward.numeral import LONGEST, Numeral, bare, counts_otherwise, in_digits, is_name, numeral
+from areal_megatron.reward.quantity import quantity, same_quantity
 from areal_megatron.reward.wording import as_clock, halves_of_day, ratio_as_fraction
 from areal_megatron.run.json_input import parse_json
 
@@ -91,7 +91,9 @@ def _equal(found: str, answer: str, prompt: str) -> bool:
         return False
     if not number.simple and bare(found) != bare(answer):
         raise AnswerRefused("The final answer must be worked out: a fraction in lowest terms, or a decimal.")
-    if _named_otherwise(found, answer):
+    if _named_otherwise(found, answer) or (
+        counts_otherwise(number, known) and not (quantity(found) and quantity(answer))
+    ):
         return False
     right = number.answers(known) or (number.percent and _percent_of(prompt, number) == known.value)
     if right and restates(prompt, number, known):

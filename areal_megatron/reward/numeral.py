@@ -8,7 +8,7 @@ and `x =` before it. Sums, products, powers, roots and functions are no numbers,
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 
 LONGEST = 400
@@ -120,6 +120,11 @@ _NO_UNITS = words(
 )
 
 
+_SAY_NOTHING = words(
+    "a an the of in unit units text textbf textrm mathrm mbox percent percentage pct circ degree degrees"
+)
+
+
 @dataclass(frozen=True)
 class Numeral:
     """A number as it was written."""
@@ -133,6 +138,8 @@ class Numeral:
     """The base that is written behind it; its value is taken from its digits in base ten all the same."""
     notation: str = "decimal"
     """decimal (also a whole number), fraction, mixed, scientific, scaled (5 million) or percent."""
+    counted: frozenset[str] = field(default=frozenset(), compare=False)
+    """The words of its unit, or of what it is a number of, in small letters."""
 
     @property
     def amount(self) -> Fraction:
@@ -174,6 +181,7 @@ def numeral(text: str) -> Numeral | None:
     """Returns the number that a text is, else None; also for one of more than LONGEST characters."""
     if len(text) > LONGEST:
         return None
+    money = {"dollar"} if "\\$" in text else set()
     text = bare(text)
     if "=" in text:
         names, _, text = text.rpartition("=")
@@ -199,7 +207,8 @@ def numeral(text: str) -> Numeral | None:
     value, simple = number
     base = int(found["base"]) if found["base"] else None
     notation = "percent" if unit == "%" else "scaled" if scaled or in_words else _notation(found)
-    return Numeral(value, simple or bool(scaled), "%" in unit, base, notation)
+    counted = frozenset(_WORD.findall(found.string[found.end() :].lower())) - _SAY_NOTHING | money
+    return Numeral(value, simple or bool(scaled), "%" in unit, base, notation, counted)
 
 
 def in_digits(text: str) -> str:
@@ -281,6 +290,22 @@ def _value(found: re.Match[str]) -> tuple[Fraction, bool] | None:
 def _decimal(text: str) -> Fraction:
     text = re.sub(r"[ ,]", "", text)
     return Fraction(text.removesuffix(".") if text.endswith(".") else text)
+
+
+def counts_otherwise(one: Numeral, other: Numeral) -> bool:
+    """Whether two numbers are of different things, 5 apples and 5 pears, or of changes in different directions. Where
+    one of them says less, it is of the same: 5 red apples, and 5 apples or 5."""
+    less, more = sorted((one.counted, other.counted), key=len)
+    return not all(any(_same_word(word, known) for known in more) for word in less)
+
+
+def _same_word(one: str, other: str) -> bool:
+    """Whether two words are the same, one of them in the plural or short, as yr for year."""
+    short, long = sorted((one.removesuffix("s"), other.removesuffix("s")), key=len)
+    if short == long or f"{short}e" == long:
+        return True
+    letters = iter(long)
+    return len(short) < 4 and short[:1] == long[:1] and all(letter in letters for letter in short)
 
 
 def is_unit(text: str) -> bool:

@@ -104,13 +104,16 @@ class Quantity:
 
 
 def same_quantity(found: str, answer: str, prompt: str) -> bool | None:
-    """Whether two quantities are equal of which one is in another unit, or in several; None for any other answers.
+    """Whether two quantities are equal of which one is in another unit, or in several; None for answers in one and the
+    same unit, or in none.
 
     Raises AnswerRefused for one that is not worked out, or only restates the numbers of the question.
     """
     ours, theirs = quantity(found), quantity(answer)
-    if not (ours and theirs) or ours.dimension != theirs.dimension:
+    if not (ours and theirs):
         return None
+    if ours.dimension != theirs.dimension:
+        return False
     same_units = ours.sizes == theirs.sizes
     if None in (ours.value, theirs.value) or (same_units and len(ours.sizes) == 1):
         return None if same_units else False

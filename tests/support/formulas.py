@@ -8,6 +8,11 @@ Parts of a line are separated by " ~ ".
 EQUAL = [
     line.split(" ~ ")
     for line in r"""
+12 cm ~ 12 centimeters ~ 12 \text{ cm} ~ 12
+15 mins ~ 15 minutes ~ 15\text{ min}
+5 \text{ red apples} ~ 5 \text{ apples} ~ 5
+60 mph ~ 60 miles per hour ~ 60 \text{ mi/h}
+12 \text{ sq. units} ~ 12 \text{ square units} ~ 12 units
 n \equiv 1 \pmod{4} ~ n\equiv 1\pmod 4 ~ n \equiv 1 (\text{mod } 4) ~ n\equiv1\mod 4 ~ n \equiv -3 \pmod 4 ~ 1 \pmod 4 ~ n ≡ 1 (mod 4)
 \text{All primes } p \equiv 1 \pmod 4 ~ \text{all primes }p\equiv 1 \pmod{4}
 1, 2, \ldots, n ~ 1,2,\dots,n ~ 1, 2, ..., n ~ 1,2,…,n ~ \{1,2,\ldots,n\}
@@ -492,6 +497,13 @@ P(x)=0\text{ or }P(x)=x^2 ~ P(x)=x^2, P(x)=0
 UNEQUAL = [
     line.split(" ~ ")
     for line in r"""
+12 cm^2 ~ 12 cm
+12\text{ cm}^3 ~ 12\text{ cm}^2
+60 miles ~ 60 miles per hour
+20\% \text{ increase} ~ 20\% \text{ decrease}
+7 \text{ apples} ~ 7 \text{ pears}
+5 \text{ red balls} ~ 5 \text{ blue balls}
+\$5 ~ 5 euros
 1 ~ n \equiv 1 \pmod{4}
 n \equiv 1 \pmod 3 ~ n \equiv 1 \pmod{4}
 n \equiv 3 \pmod 4 ~ n \equiv 1 \pmod{4}
