@@ -21,7 +21,7 @@ from areal_megatron.planning.memory import plan_memory
 from areal_megatron.planning.memory.engine import engine_memory, kv_tokens
 from areal_megatron.planning.memory.parts import GIB, USABLE, communicator_bytes
 from areal_megatron.planning.memory.recompute import with_recompute
-from areal_megatron.planning.memory.trainer import MAIN, MOMENTS, checkpoint_bytes, held, trainer_memory
+from areal_megatron.planning.memory.trainer import MAIN, MOMENTS, checkpoint_bytes, held, trainable, trainer_memory
 from areal_megatron.reshard.plan import largest_bucket
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 
@@ -222,11 +222,12 @@ class TrainerOptions:
             sizes = MegatronSizes.of(trainer)
             sizes.stage_sizes(self._d.layers)
             elements = held(self._hf_config, sizes, 0).all
+            learnt = trainable(self._config, self._hf_config, sizes, 0).all
         except ConfigError:  # the sizes do not divide the model
             return None
         element = ITEMSIZE[self._config.model.dtype]
         states = 0 if self._config.optimizer.on_host else MAIN + MOMENTS - (element == 4) * MAIN
-        least = elements * (element + 4 + states / (trainer.tp * trainer.cp * dp))
+        least = elements * element + learnt * (4 + states / (trainer.tp * trainer.cp * dp))
         return trainer if self._room(shape, trainer, least, self._cluster.gib) else None
 
     def _room(self, shape: Shape, trainer: TrainerConfig, needed: float, gib: float) -> bool:

@@ -16,7 +16,7 @@ from areal_megatron.models.flops import SequenceFlops
 from areal_megatron.packing.partition import partition
 from areal_megatron.planning.forecast.accelerators import Accelerator
 from areal_megatron.planning.memory.recompute import flops_ratio
-from areal_megatron.planning.memory.trainer import Held, held
+from areal_megatron.planning.memory.trainer import Held, trainable
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 
 ADAM = 4 + 2 * 12 + 2
@@ -70,8 +70,10 @@ class TrainerTime:
         self._replica = t.tp * t.cp
         stages = self._sizes.stage_sizes(self._d.layers)
         self._most_layers, self._last_layers = max(stages), stages[-1]
-        own = max((held(hf_config, self._sizes, stage) for stage in range(t.pp)), key=lambda each: each.all)
-        self._step = self._optimizer_step(own)
+        own = (trainable(config, hf_config, self._sizes, stage) for stage in range(t.pp))
+        self._step = self._optimizer_step(max(own, key=lambda each: each.all))
+        self._of_products = 2 if config.has_adapters else 3
+        """What all passes take of the FLOPs of a forward pass's products: frozen weights have no gradient."""
         self._counted = frozenset(OVERHEADS)
 
     def update(self, prompts: Sequence[int], answers: Sequence[int], seed: int = 0) -> float:
@@ -123,8 +125,11 @@ class TrainerTime:
             now = less.of_packed(batch)
             found[overhead], before = before - now, now
         tokens, trained, pairs = batch.sums.sum(1)
-        share, flops, rate = self._gpu.efficiencies, self._flops, self._gpu.flops * self._config.trainer_ranks / 3
-        useful = (flops.token * tokens + flops.trained * trained) / rate, flops.pair * pairs / rate
+        share, flops, rate = self._gpu.efficiencies, self._flops, self._gpu.flops * self._config.trainer_ranks
+        useful = (
+            self._of_products * (flops.token * tokens + flops.trained * trained) / rate,
+            3 * flops.pair * pairs / rate,
+        )
         products, attention = useful[0] * (1 / share.products - 1), useful[1] * (1 / share.attention - 1)
         uneven = before - sum(useful) - products - attention
         kernels = {"products below the peak": products, "attention below the peak": attention}
@@ -143,11 +148,12 @@ class TrainerTime:
         return 3 * float(self._flops(lengths, trained).sum())
 
     def least(self, lengths: np.ndarray, trained: np.ndarray) -> float:
-        """Returns the seconds that one GPU would take for the products and attention of `model_flops`."""
+        """Returns the seconds that one GPU would take for the products and attention of both passes."""
         share, flops = self._gpu.efficiencies, self._flops
         pairs = float((lengths * (lengths + 1.0) / 2).sum())
         products = flops.token * float(lengths.sum()) + flops.trained * float(trained.sum())
-        return 3 * (products / share.products + flops.pair * pairs / share.attention) / self._gpu.flops
+        work = self._of_products * products / share.products + 3 * flops.pair * pairs / share.attention
+        return work / self._gpu.flops
 
     def _microbatches(
         self, tokens: np.ndarray, trained: np.ndarray, pairs: np.ndarray, recomputed: float
@@ -155,12 +161,15 @@ class TrainerTime:
         """Returns the times of a forward and of a backward pass of each micro-batch on the slowest stage."""
         share, flops, d = self._gpu.efficiencies, self._flops, self._d
         rate = self._replica * self._gpu.flops
-        layer = (flops.token * tokens / share.products + flops.pair * pairs / share.attention) / rate / d.layers
+        products = flops.token * tokens / share.products / rate / d.layers
+        layer = products + flops.pair * pairs / share.attention / rate / d.layers
         head = flops.trained * trained / share.products / rate
         forward = np.maximum(self._most_layers * layer, self._last_layers * layer + head) + share.pass_s
+        frozen = np.maximum(self._most_layers * products, self._last_layers * products + head)
         traffic = self._most_layers * self._layer_traffic(tokens) * (EXCHANGED in self._counted)
         # backwards the inputs of column-parallel layers are gathered once more
-        return forward + traffic, (2 + recomputed) * forward + (1.5 + recomputed) * traffic
+        backward = (2 + recomputed) * forward - (3 - self._of_products) * frozen
+        return forward + traffic, backward + (1.5 + recomputed) * traffic
 
     def _layer_traffic(self, tokens: np.ndarray) -> np.ndarray:
         """Returns what the ranks of a layer's forward pass exchange, as time."""

@@ -214,7 +214,8 @@ def describe(config: Config, stage: int) -> str:
 
 
 def layer_of(config: Config, model: Architecture, chosen: int, on_cuda: bool) -> Layer:
-    sizes = MegatronSizes.of(config.trainer, transformer_engine=on_cuda and has_transformer_engine())
+    engine = on_cuda and has_transformer_engine() and not config.has_adapters  # as trainer/model.py has it
+    sizes = MegatronSizes.of(config.trainer, transformer_engine=engine)
     return Layer(
         model,
         chosen,

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from areal_megatron.config import Config
 from areal_megatron.model_check import reference_config
+from areal_megatron.models.adapter import MEGATRON, Adapter, adapted
 from areal_megatron.models.architecture import architecture, read_config
 from areal_megatron.models.dtypes import ITEMSIZE
 from areal_megatron.models.logits import BYTES, cpu_logits, gpu_logits, tile
@@ -40,26 +41,38 @@ class Held(NamedTuple):
         return self.dense + self.experts
 
 
-def held(hf_config: Mapping[str, Any], sizes: MegatronSizes, stage: int, critic: bool = False) -> Held:
-    """Returns the parameters of the first rank of a pipeline stage; the stage's other ranks hold as many.
+def held(
+    hf_config: Mapping[str, Any],
+    sizes: MegatronSizes,
+    stage: int,
+    critic: bool = False,
+    adapter: Adapter | None = None,
+) -> Held:
+    """Returns the parameters of the first rank of a pipeline stage, or an `adapter`'s factors; the stage's other ranks
+    hold as many.
 
     The output layer of a `critic` is a head with one row. Raises ConfigError where the sizes do not fit the model.
     """
     alike = replace(sizes, cp=1, dp=sizes.expert_tp * sizes.ep)  # replicas change nothing of what a rank holds
-    return _held(json.dumps(dict(hf_config)), alike, stage, critic)
+    return _held(json.dumps(dict(hf_config)), alike, stage, critic, adapter)
+
+
+def trainable(config: Config, hf_config: Mapping[str, Any], sizes: MegatronSizes, stage: int) -> Held:
+    """Returns what is trained of a rank of a stage: the factors of adapters, or without these all parameters."""
+    return held(hf_config, sizes, stage, adapter=Adapter.of(config.lora))
 
 
 @lru_cache(maxsize=4096)
-def _held(hf_config: str, sizes: MegatronSizes, stage: int, critic: bool) -> Held:
+def _held(hf_config: str, sizes: MegatronSizes, stage: int, critic: bool, adapter: Adapter | None) -> Held:
     described = json.loads(hf_config)
-    layout = trainer_layout.layout(described, sizes, stage * sizes.tp * sizes.dp)
+    layout = trainer_layout.layout(described, sizes, stage * sizes.tp * sizes.dp, adapter)
     if critic:
         layout = trainer_layout.without_head(layout)
     counts = {name: prod(shape) for name, shape in layout.held.items()}
     if critic and stage == sizes.pp - 1:
         counts["head"] = described["hidden_size"]
     experts = sum(count for name, count in counts.items() if ".experts." in name)
-    largest = max(prod(shape[numbers(name) :]) for name, shape in layout.held.items())
+    largest = max((prod(shape[numbers(name) :]) for name, shape in layout.held.items()), default=0)
     return Held(sum(counts.values()) - experts, experts, largest)
 
 
@@ -78,13 +91,20 @@ def stage_memory(
     """Returns the peak memory of a rank of one pipeline stage: in a backward pass, in an optimizer step, or while the
     model is built."""
     t, sizes, element = config.trainer, MegatronSizes.of(config.trainer), ITEMSIZE[config.model.dtype]
-    model, own = architecture(hf_config), held(hf_config, sizes, stage)
+    model, own, learnt = (
+        architecture(hf_config),
+        held(hf_config, sizes, stage),
+        trainable(config, hf_config, sizes, stage),
+    )
+    adapters = learnt.all * config.has_adapters
     # DDP with the distributed optimizer keeps the parameters of a dtype in one buffer, whole on every rank
-    parameters = MemoryPart("parameters", element * own.all, f"{own.all / 1e9:,.2f} billion in {config.model.dtype}")
+    count = f"{own.all / 1e9:,.2f} billion" + f" and {adapters / 1e6:,.1f} million of adapters" * config.has_adapters
+    parameters = MemoryPart("parameters", element * (own.all + adapters), f"{count} in {config.model.dtype}")
     # grad_reduce_in_fp32 (trainer/model.py); a gradient is made in the parameter's dtype and added to the buffer
-    gradients = MemoryPart("gradients", 4 * own.all + element * own.largest, "float32, of all parameters of the rank")
+    whose = "the rank's adapters" if config.has_adapters else "all parameters of the rank"
+    gradients = MemoryPart("gradients", 4 * learnt.all + element * learnt.largest, f"float32, of {whose}")
     on_device = not (on_cuda and config.optimizer.on_host)
-    optimizer = _optimizer(config, sizes, own) if on_device else MemoryPart("optimizer", 0)
+    optimizer = _optimizer(config, sizes, learnt) if on_device else MemoryPart("optimizer", 0)
     chosen = hf_config["num_experts_per_tok"] if model.dimensions.experts else 0
     layer = layer_of(config, model, chosen, on_cuda)
     kept = MemoryPart("activations", activations(config, layer, stage), describe(config, stage))
@@ -92,17 +112,19 @@ def stage_memory(
     logprobs = _logprobs(config, hf_config, sizes, stage, held_logits)
     backward = kept.bytes + logprobs.bytes
     # DDP makes its buffers beside the parameters that the model was built with, before optimizer and activations
-    building = parameters.bytes - optimizer.bytes
-    more = max(_step(sizes, own) if on_device else 0, building, backward) - backward
+    building = element * learnt.all - optimizer.bytes
+    more = max(_step(sizes, learnt) if on_device else 0, building, backward) - backward
+    sent = learnt if config.engines_adapt else own
     parts = (
         parameters,
         gradients,
         optimizer,
         _reference(config, hf_config, own, stage),
         _critic(config, hf_config, sizes, stage, on_device),
+        _merged(config, hf_config, sizes, stage),
         kept,
         logprobs,
-        *_sending(config, hf_config, own, sizes, stage, on_cuda),
+        *_sending(config, hf_config, sent, sizes, stage, on_cuda),
         MemoryPart("CUDA and NCCL", _communication(config, hf_config, sizes) if on_cuda else 0, "an allowance"),
         MemoryPart("step or start", more, "beyond the backward pass"),
     )
@@ -139,11 +161,12 @@ def host_memory(config: Config, hf_config: Mapping[str, Any]) -> int:
     if not config.optimizer.on_host:
         return 0
     sizes = MegatronSizes.of(config.trainer)
-    critics = (False, True) if config.has_critic else (False,)
-    return max(
-        sum((2 * MAIN + MOMENTS) * _own_elements(sizes, held(hf_config, sizes, stage, critic)) for critic in critics)
-        for stage in range(sizes.pp)
-    )
+
+    def elements(stage: int) -> int:
+        critic = held(hf_config, sizes, stage, critic=True) if config.has_critic else Held(0, 0, 0)
+        return sum(_own_elements(sizes, each) for each in (trainable(config, hf_config, sizes, stage), critic))
+
+    return (2 * MAIN + MOMENTS) * max(map(elements, range(sizes.pp)))
 
 
 def _own_elements(sizes: MegatronSizes, own: Held) -> int:
@@ -152,14 +175,29 @@ def _own_elements(sizes: MegatronSizes, own: Held) -> int:
 
 
 def _reference(config: Config, hf_config: Mapping[str, Any], policy: Held, stage: int) -> MemoryPart:
-    """The frozen model of ppo.penalty: as large as the policy, or a teacher of its own size."""
-    if not config.has_reference:
+    """The frozen model of ppo.penalty: as large as the policy, or a teacher of its own size. Of a policy with adapters
+    it is the same model without them."""
+    teacher = config.ppo.penalty.kl_model
+    if not config.has_reference or (config.has_adapters and not teacher):
         return MemoryPart("reference", 0)
     own, who = policy, "frozen parameters"
-    if teacher := config.ppo.penalty.kl_model:
+    if teacher:
         sizes = MegatronSizes.of(reference_config(config).trainer)
         own, who = held(read_config(teacher), sizes, stage), "the frozen parameters of ppo.penalty.kl_model"
     return MemoryPart("reference", ITEMSIZE[config.model.dtype] * own.all, f"{own.all / 1e9:,.2f} billion, {who}")
+
+
+def _merged(config: Config, hf_config: Mapping[str, Any], sizes: MegatronSizes, stage: int) -> MemoryPart:
+    """trainer/adapter.py: copies of the weights with adapters, which engines get, and a sum in float32."""
+    if config.mode != "rl" or not config.has_adapters or config.engines_adapt:
+        return MemoryPart("merged weights", 0)
+    first = stage * sizes.tp * sizes.cp * sizes.dp
+    factors = trainer_layout.layout(hf_config, sizes, first, Adapter.of(config.lora)).held
+    base = trainer_layout.layout(hf_config, sizes, first).held
+    own = {name.partition(MEGATRON)[0] + ".weight" for name in factors}
+    size = ITEMSIZE[config.model.dtype] * sum(prod(base[name]) for name in own)
+    largest = max((prod(base[name][numbers(name) :]) for name in own), default=0)
+    return MemoryPart("merged weights", size + 2 * MAIN * largest, "lora.merge=true, weights with adapters")
 
 
 def _critic(
@@ -184,7 +222,7 @@ def _logprobs(
     model, element = architecture(hf_config).dimensions, ITEMSIZE[config.model.dtype]
     tokens, rows = microbatch_tokens(config), sizes.padded_vocabulary(model.vocabulary) // sizes.tp
     high, wide = tile(tokens, rows, held_logits)
-    output_layer = (element * rows + 4 * wide) * model.hidden
+    output_layer = 0 if config.has_adapters else (element * rows + 4 * wide) * model.hidden
     hidden_states = (2 * element + 4 + (element if element < 4 else 0)) * tokens * model.hidden
     size = BYTES * high * wide + output_layer + hidden_states if stage == sizes.pp - 1 else 0
     return MemoryPart("log-probabilities", size, "last stage only")
@@ -220,8 +258,14 @@ def published_memory(config: Config, hf_config: Mapping[str, Any], on_cuda: bool
     if traffic is None:
         return 0
     ranks = sizes.ranks // sizes.pp
+    adapter = Adapter.of(config.lora) if config.engines_adapt else None
     return max(
-        _published(config, held(hf_config, sizes, stage), traffic.sent[stage * ranks : (stage + 1) * ranks], on_cuda)
+        _published(
+            config,
+            held(hf_config, sizes, stage, adapter=adapter),
+            traffic.sent[stage * ranks : (stage + 1) * ranks],
+            on_cuda,
+        )
         for stage in range(sizes.pp)
     )
 
@@ -260,10 +304,10 @@ def _communication(config: Config, hf_config: Mapping[str, Any], sizes: Megatron
 def checkpoint_bytes(config: Config, hf_config: Mapping[str, Any]) -> int:
     """Returns the size of a checkpoint on disk, whatever the number of ranks.
 
-    The parameters are there once in their dtype, and once in their own shapes (`fully_reshardable`) as float32 main
+    What is trained is there once in its dtype, and once in its own shapes (`fully_reshardable`) as float32 main
     parameters and two moments; a critic's likewise.
     """
-    model = architecture(hf_config)
+    model = adapted(architecture(hf_config), Adapter.of(config.lora))
     elements = sum(map(prod, model.canonical.values()))
     if config.has_critic:
         head = 0 if model.tied else model.dimensions.vocabulary * model.dimensions.hidden

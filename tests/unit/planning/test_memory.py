@@ -34,7 +34,13 @@ from areal_megatron.models.flops import SequenceFlops
 from areal_megatron.planning import plan
 from areal_megatron.planning.memory import activations, engine_memory, plan_memory
 from areal_megatron.planning.memory.parts import GIB
-from areal_megatron.planning.memory.trainer import held, published_memory, stage_memory, trainer_memory
+from areal_megatron.planning.memory.trainer import (
+    checkpoint_bytes,
+    held,
+    published_memory,
+    stage_memory,
+    trainer_memory,
+)
 from areal_megatron.reshard import engine_layout
 from areal_megatron.reshard.engine_layout import EngineSizes
 from areal_megatron.reshard.session import ROOM
@@ -844,3 +850,54 @@ def test_recomputation_by_megatron_core_is_planned_and_costs_flops():
     again = d.layers * (2 * d.query * n * (n + 1) + 6 * d.hidden * d.ffn * n)
     useful = 3 * float(SequenceFlops.of(DENSE)(n, n - 1))
     assert found.recompute.flops == pytest.approx(1 + again / useful, rel=1e-9)
+
+
+def with_adapters(**lora) -> Config:
+    return Config(
+        name="t",
+        updates=1,
+        model=ModelConfig(path="unused"),
+        data=DataConfig(train="d"),
+        machine=MachineConfig(device="cuda"),
+        trainer=TrainerConfig(tp=4, dp=2, recompute="full"),
+        rollout=RolloutConfig(engines=1, tp=4),
+        ppo=PPOConfig(penalty=PenaltyConfig(kl=0.1)),
+        lora=LoraConfig(rank=16, **lora),
+    )
+
+
+def factors_of_a_rank(hf, tp: int, rank: int) -> int:
+    """Counts A and B of all linear layers by hand: A whole and B's rows, or B whole and A's columns."""
+    hidden, inner, d = hf["hidden_size"], hf["intermediate_size"], hf["hidden_size"] // hf["num_attention_heads"]
+    query, key = hf["num_attention_heads"] * d, hf["num_key_value_heads"] * d
+    by_rows = [(query, hidden), (key, hidden), (key, hidden), (inner, hidden), (inner, hidden)]
+    by_columns = [(hidden, query), (hidden, inner)]
+    each = sum(rows // tp + columns for rows, columns in by_rows)
+    return hf["num_hidden_layers"] * rank * (each + sum(rows + columns // tp for rows, columns in by_columns))
+
+
+def test_adapters_alone_have_gradients_and_optimizer_states():
+    """In bfloat16 18 bytes a parameter of an adapter, but for the sharding over replicas, and 2 of the model's."""
+    memory = stage_memory(with_adapters(), DENSE, 0, on_cuda=True)
+    parts = {part.name: part.bytes for part in memory.parts}
+    own, base = factors_of_a_rank(DENSE, 4, 16), held(DENSE, MegatronSizes(tp=4), 0)
+    assert parts["parameters"] == 2 * (base.all + own)
+    assert parts["optimizer"] == 12 * own // 2  # trainer.dp=2
+    largest = 16 * DENSE["intermediate_size"] // 4 * 2  # B of gate and up, [rows, 16]
+    assert 4 * own < parts["gradients"] <= 4 * own + 2 * max(largest, 16 * 3 * DENSE["hidden_size"])
+    assert "reference" not in parts and "merged weights" not in parts
+
+
+def test_merged_weights_are_a_copy_of_those_with_adapters():
+    alone, sizes = with_adapters(merge=True), MegatronSizes(tp=4)
+    parts = {part.name: part.bytes for part in stage_memory(alone, DENSE, 0, on_cuda=True).parts}
+    vocabulary = 2 * sizes.padded_vocabulary(DENSE["vocab_size"]) // 4 * DENSE["hidden_size"]
+    linear = held(DENSE, sizes, 0).all - vocabulary
+    in_float32 = 2 * 4 * DENSE["hidden_size"] * 2 * DENSE["intermediate_size"] // 4  # gate and up, and their product
+    # norms and biases have no adapters
+    assert parts["merged weights"] == pytest.approx(2 * linear + in_float32, rel=0.001)
+
+
+def test_a_checkpoint_of_adapters_is_small():
+    own = factors_of_a_rank(DENSE, 1, 16)
+    assert checkpoint_bytes(with_adapters(), DENSE) == (2 + 12) * own
