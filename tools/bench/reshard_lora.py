@@ -24,6 +24,8 @@ MILLIONS_18 = SIZES | {
 }
 """A Qwen3 of 18 million parameters."""
 AIMS = {"bytes_over_minimum": "aim: 1.000", "speedup_over_all_weights": "aim: at least 20"}
+MOST_BYTES = 1.01
+"""Bytes that an engine rank may receive over those of its slices: what messages have around them."""
 WARM_UPS = 4
 
 
@@ -58,6 +60,8 @@ async def _updates(out: Path, repetitions: int, small: bool, core_each: bool, lo
             after = await bench.received()
             await bench.check()
             received, slices = [b - a for a, b in zip(before, after, strict=True)], bench.slices()
+            if max(a / b for a, b in zip(received, slices, strict=True)) > MOST_BYTES:
+                raise RuntimeError(f"engine ranks received {received} bytes, their slices have {slices}")
             found.append(
                 {
                     "update_ms": 1e3 * update.seconds,
