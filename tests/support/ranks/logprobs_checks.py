@@ -45,7 +45,7 @@ def exact(hidden: Tensor, weight: Tensor, rows: Tensor, labels: Tensor, vocabula
     """Returns log-probabilities, entropies and the gradients of hidden states and weights, in float64."""
     hidden, weight = (x.double().requires_grad_() for x in (hidden, weight))
     logits = hidden[rows, 0] @ weight[: vocabulary.size].T / vocabulary.temperature
-    plain = torch.distributions.Categorical(logits=logits)
+    plain = torch.distributions.Categorical(logits=logits, validate_args=False)  # it would refuse no tokens at all
     found = plain.log_prob(labels), plain.entropy()
     return [*found, *torch.autograd.grad(loss(*found), (hidden, weight))]
 
