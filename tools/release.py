@@ -94,11 +94,13 @@ def check(sdist: Path, wheel: Path, version: str) -> None:
 
 
 def _git(*arguments: str) -> str:
-    return subprocess.run(["git", *arguments], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    done = subprocess.run(["git", *arguments], cwd=ROOT, check=True, stdout=subprocess.PIPE, encoding="utf-8")
+    return done.stdout
 
 
 def _quietly(command: list[object], folder: Path) -> None:
-    done = subprocess.run([*map(str, command)], cwd=folder, capture_output=True, text=True, timeout=600)
+    program = [*map(str, command)]
+    done = subprocess.run(program, cwd=folder, capture_output=True, encoding="utf-8", timeout=600)
     if done.returncode:
         last = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
         raise NotReleasable(f"{' '.join(map(str, command[1:4]))} failed: {last}")

@@ -121,17 +121,18 @@ def _unasked(message: Message, before: str, waiting: list[str | None]) -> str:
 def _trained(
     messages: Sequence[Message], first: int, marks: dict[int, bool], where: str, turns: str
 ) -> tuple[int, ...]:
-    """Returns the numbers of the trained messages, which are among those from `first` on."""
+    """Returns the numbers of the trained messages, which are among those from `first` on. None that is marked with 0 is
+    one of them; where messages are marked with 0 alone, as in OpenAI's rows, the others are."""
     check_order(messages, where)
     own = [number for number in range(first, len(messages)) if messages[number]["role"] == "assistant"]
     if not own:
         raise ConfigError(f"{where}: no message is the assistant's, so that nothing can be learnt")
-    if turns == "marked":
-        if not any(marks.values()):
-            raise ConfigError(
-                f"{where}: sft.turns=marked, and no message of the assistant has `weight` 1 or `train` true"
-            )
-        own = [number for number in own if marks.get(number)]
+    if turns == "marked" and not marks:
+        raise ConfigError(f"{where}: sft.turns=marked, and no message of the assistant has `weight` or `train`")
+    some = turns == "marked" and any(marks.values())
+    own = [number for number in own if marks.get(number, not some)]
+    if not own:
+        raise ConfigError(f"{where}: every message of the assistant has `weight` 0 or `train` false")
     return tuple(own[-1:] if turns == "last" else own)
 
 

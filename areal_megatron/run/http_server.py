@@ -21,8 +21,8 @@ _complaints = Rarely(logging.ERROR)
 class HttpServer:
     """Has `answer` answer every request, from `start` to `close`.
 
-    `answer` calls `welcome` for requests that show the server's secret. Connections over which none of these has come
-    are closed as network.Strangers says.
+    A request whose connection ends is cancelled. `answer` calls `welcome` for requests that show the server's secret.
+    Connections over which none of these has come are closed as network.Strangers says.
 
     Example:
         server = HttpServer(answer)
@@ -41,7 +41,8 @@ class HttpServer:
         """Serves over a bound socket, and closes it at the end."""
         for logger in (log, logging.getLogger("asyncio")):
             logger.addFilter(_complaints)
-        server = _Server(self._answer, access_log=None, logger=log, keepalive_timeout=KEEP_ALIVE_S)
+        settings = {"handler_cancellation": True, "keepalive_timeout": KEEP_ALIVE_S}
+        server = _Server(self._answer, access_log=None, logger=log, **settings)
         runner = web.ServerRunner(server, shutdown_timeout=1.0)
         await runner.setup()
         await web.SockSite(runner, listening, backlog=backlog()).start()

@@ -31,6 +31,10 @@ class Asked:
     limit: int | None
     """The number of tokens that the agent allows for the answer; None: any."""
     stream: bool
+    after: AnsweredCall | None = None
+    """The call that the agent has named as the one before; None: the messages say it."""
+    instructed: bool = False
+    """Whether the first message are instructions that later calls do not keep."""
 
     def __post_init__(self):
         if self.limit is not None and self.limit < 1:
@@ -95,15 +99,17 @@ class Dialect(Protocol):
         """Returns the body of a refusal."""
 
 
-def tool_call(name: str, arguments: Any) -> dict[str, Any]:
-    """Returns a call as messages have it. Raises ValueError for arguments that are a text and no JSON."""
-    arguments = parse_json(arguments or "{}") if isinstance(arguments, str) else arguments
+def tool_call(name: Any, arguments: Any) -> dict[str, Any]:
+    """Returns a call as messages have it. `arguments`: an object, or its JSON. Raises ValueError for others."""
+    arguments = parse_json(arguments or "{}", exact=True) if isinstance(arguments, str) else arguments
+    if not isinstance(name, str) or not name or not isinstance(arguments, dict):
+        raise ValueError("a call needs a name and an object of arguments")
     return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def tool(name: Any, description: Any, parameters: Any) -> dict[str, Any]:
     """Returns a tool as chat templates want it. Raises BadCall if it is no function with a schema."""
-    if not isinstance(name, str) or not isinstance(parameters, dict | None):
+    if not isinstance(name, str) or not isinstance(parameters, dict | None) or not isinstance(description, str | None):
         raise BadCall("tools must be functions with a name and a schema: others are not served here")
     about = {"description": description} if description is not None else {}
     return {"type": "function", "function": {"name": name, **about, "parameters": parameters or {}}}
@@ -127,8 +133,10 @@ class AnsweredCall:
 
     messages: list[Message]
     """The call's messages and the model's answer."""
-    tools: Any
+    tools: str
+    """As JSON."""
     context: Transcript
+    instructed: bool = False
 
 
 @dataclass
@@ -137,40 +145,50 @@ class CallTree:
 
     _calls: list[AnsweredCall] = field(default_factory=list)
     _replies: dict[str, AnsweredCall] = field(default_factory=dict)
-    _written: dict[str, Message] = field(default_factory=dict)
+    _shown: dict[str, list[AnsweredCall]] = field(default_factory=dict)
+    """Calls by the parts of their answers, as agents are shown them."""
+    _tools: dict[str, str] = field(default_factory=dict)
 
-    def longest_prefix(self, messages: list[Message], tools: Any) -> AnsweredCall | None:
-        """Returns the call whose messages are the longest prefix of these; the latest one if there are several."""
-        shorter = [call for call in reversed(self._calls) if len(call.messages) < len(messages)]
-        prefixes = (
-            call
-            for call in sorted(shorter, key=lambda call: len(call.messages), reverse=True)
-            if call.tools == tools and messages[: len(call.messages)] == call.messages
-        )
+    def tools_of(self, asked: Asked) -> str:
+        """Returns the tools of a call as JSON: one and the same object for the same tools, so that comparing them takes
+        no time."""
+        return self._tools.setdefault(written := json.dumps(asked.tools), written)
+
+    def longest_prefix(self, asked: Asked, tools: str) -> AnsweredCall | None:
+        """Returns the call whose messages are the longest prefix of those asked: the one that the agent has named, else
+        the latest one."""
+        messages = asked.messages
+        shorter = [call for call in reversed(self._calls) if call.tools == tools and len(call.messages) < len(messages)]
+        shorter.sort(key=lambda call: len(call.messages), reverse=True)
+        named = [asked.after] if asked.after and asked.after.tools == tools else []
+        prefixes = (call for call in named + shorter if messages[: len(call.messages)] == call.messages)
         return next(prefixes, None)
 
     def add(self, call: AnsweredCall, answered: Answered, reply: str) -> None:
         """`reply`: the id of the reply."""
         self._calls.append(call)
         self._replies[reply] = call
-        self._written[_shown(answered.thinking, answered.said, answered.message.get("tool_calls", []))] = (
-            answered.message
-        )
+        key = _parts(answered.thinking, answered.said, answered.message.get("tool_calls", []))
+        self._shown.setdefault(key, []).append(call)
 
-    def messages_of(self, reply: str) -> list[Message]:
-        """Returns the messages of a call and the model's answer. Raises BadCall for a reply that is none of these."""
+    def replied(self, reply: str) -> AnsweredCall:
+        """Returns the call that a reply is of. Raises BadCall for a reply of no call of this episode."""
         if reply not in self._replies:
             raise BadCall(f"{reply[:100]!r} is no reply of this episode")
-        return self._replies[reply].messages
+        return self._replies[reply]
 
-    def as_written(self, thinking: str, said: str, calls: list[dict[str, Any]]) -> Message:
+    def as_written(self, before: list[Message], thinking: str, said: str, calls: list[dict[str, Any]]) -> Message:
         """Returns the message of an answer that an agent shows in parts: as the model wrote it, if these are its parts.
-        `calls`: as `tool_call` makes them."""
-        if written := self._written.get(_shown(thinking, said, calls)):
-            return written
+
+        before: the messages that the agent shows before it; calls: as `tool_call` makes them.
+        """
+        shown = self._shown.get(_parts(thinking, said, calls), ())
+        here = [call.messages[-1] for call in shown if call.messages[:-1] == before]
+        if found := here or [call.messages[-1] for call in shown]:
+            return next((one for one in reversed(found) if split_thinking(one["content"])[1] == said), found[-1])
         more = ({"tool_calls": calls} if calls else {}) | ({"reasoning_content": thinking} if thinking else {})
         return {"role": "assistant", "content": said} | more
 
 
-def _shown(thinking: str, said: str, calls: list[dict[str, Any]]) -> str:
+def _parts(thinking: str, said: str, calls: list[dict[str, Any]]) -> str:
     return json.dumps([thinking.strip(), said.strip(), calls], sort_keys=True)

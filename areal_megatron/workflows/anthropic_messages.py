@@ -48,7 +48,10 @@ class AnthropicMessages:
         system = text_of(call.system, _TEXT)
         messages = [{"role": "system", "content": system}] if system else []
         for message in call.messages:
-            messages += _messages(message, earlier)
+            messages += _messages(messages, message, earlier)
+        for one in call.tools or ():
+            if one.get("type") not in (None, "custom"):
+                raise BadCall(f"a tool of the kind {str(one['type'])[:100]!r} is not served here: give functions")
         tools = [tool(one.get("name"), one.get("description"), one.get("input_schema")) for one in call.tools or ()]
         return Asked(messages, tools or None, call.max_tokens, bool(call.stream))
 
@@ -107,7 +110,7 @@ def _pieces(block: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]
     return block | {"text": ""}, [{"type": "text_delta", "text": block["text"]}]
 
 
-def _messages(message: dict[str, Any], earlier: CallTree) -> list[Message]:
+def _messages(before: list[Message], message: dict[str, Any], earlier: CallTree) -> list[Message]:
     """Returns the messages of one: results of tools are messages of their own. Raises BadCall."""
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant", "system"):
@@ -116,7 +119,7 @@ def _messages(message: dict[str, Any], earlier: CallTree) -> list[Message]:
     if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
         raise BadCall("the content of a message must be text or blocks")
     if role == "assistant":
-        return [_answer(blocks, earlier)]
+        return [_answer(before, blocks, earlier)]
     results = [block for block in blocks if block.get("type") == "tool_result"]
     found = [
         {
@@ -130,7 +133,7 @@ def _messages(message: dict[str, Any], earlier: CallTree) -> list[Message]:
     return [*found, {"role": role, "content": text_of(said, _TEXT)}] if said or not found else found
 
 
-def _answer(blocks: list[dict[str, Any]], earlier: CallTree) -> Message:
+def _answer(before: list[Message], blocks: list[dict[str, Any]], earlier: CallTree) -> Message:
     thoughts = [block.get("thinking") for block in blocks if block.get("type") == "thinking"]
     if not all(isinstance(thought, str) for thought in thoughts):
         raise BadCall("a block of thinking holds no text")
@@ -139,4 +142,4 @@ def _answer(blocks: list[dict[str, Any]], earlier: CallTree) -> Message:
         raise BadCall("a tool_use needs `name` and `input`")
     said = [block for block in blocks if block.get("type") not in ("thinking", "redacted_thinking", "tool_use")]
     calls = [tool_call(block["name"], block["input"]) for block in used]
-    return earlier.as_written("".join(thoughts), text_of(said, _TEXT), calls)
+    return earlier.as_written(before, "".join(thoughts), text_of(said, _TEXT), calls)

@@ -19,6 +19,7 @@ from areal_megatron.workflows.agent_calls import (
     Event,
     Message,
     text_of,
+    tool,
     tool_call,
 )
 from areal_megatron.workflows.tool_calls import find_calls
@@ -34,6 +35,7 @@ class _Body(msgspec.Struct):
     stop: str | list[str] | None = None
     response_format: dict[str, Any] | None = None
     logit_bias: dict[str, float] | None = None
+    functions: Any = None
 
     def check(self) -> None:
         """Raises BadCall for an option that would change the answer and cannot simply be ignored."""
@@ -41,10 +43,15 @@ class _Body(msgspec.Struct):
             "n": self.n not in (None, 1),
             "stop": bool(self.stop),
             "logit_bias": bool(self.logit_bias),
+            "functions": bool(self.functions),
             "response_format": (self.response_format or {}).get("type", "text") != "text",
         }
         if wrong := [name for name, used in refused.items() if used]:
             raise BadCall(f"{', '.join(wrong)}: not served here, answers are sampled as the run's config says")
+        for one in self.tools or ():
+            function = one.get("function") if one.get("type") == "function" else None
+            function = function if isinstance(function, dict) else {}
+            tool(function.get("name"), function.get("description"), function.get("parameters"))
 
 
 _decode = msgspec.json.Decoder(_Body).decode
@@ -55,6 +62,7 @@ def normalized(message: dict[str, Any]) -> Message:
     role = message.get("role")
     if not isinstance(role, str):
         raise BadCall(f"a message without a role: {str(message)[:200]}")
+    role = "system" if role == "developer" else role
     kept: Message = {"role": role, "content": text_of(message.get("content"), ("text",))}
     for key in ("name", "tool_call_id"):
         if isinstance(message.get(key), str):
@@ -62,7 +70,7 @@ def normalized(message: dict[str, Any]) -> Message:
     if calls := message.get("tool_calls"):
         try:
             functions = [call["function"] for call in calls]
-            kept["tool_calls"] = [tool_call(str(function["name"]), function["arguments"]) for function in functions]
+            kept["tool_calls"] = [tool_call(function["name"], function["arguments"]) for function in functions]
         except (KeyError, TypeError, ValueError):
             raise BadCall("tool_calls must be a list of functions with `name` and JSON `arguments`") from None
     return kept
@@ -82,7 +90,8 @@ class ChatCompletions:
         call = _decode(body)
         call.check()
         messages = [normalized(message) for message in call.messages]
-        return Asked(messages, call.tools, call.max_completion_tokens or call.max_tokens, bool(call.stream))
+        limit = call.max_tokens if call.max_completion_tokens is None else call.max_completion_tokens
+        return Asked(messages, call.tools or None, limit, bool(call.stream))
 
     def reply(self, answered: Answered) -> dict[str, Any]:
         content = answered.message["content"]

@@ -13,16 +13,18 @@ import logging
 import secrets
 import socket
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-from aiohttp import web
+from aiohttp import ClientPayloadError, web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from areal_megatron.config import ConfigError
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.engine.client import EngineError
+from areal_megatron.process.errors import printable
 from areal_megatron.run.http_server import HttpServer
 from areal_megatron.run.network import backlog
 from areal_megatron.workflows.agent_calls import (
@@ -103,7 +105,7 @@ class AgentEndpoint:
 
     async def _serve_request(self, request: web.BaseRequest) -> web.StreamResponse:
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-        session = self._sessions.get(key if scheme == "Bearer" else request.headers.get("x-api-key", ""))
+        session = self._sessions.get(key if scheme.lower() == "bearer" else request.headers.get("x-api-key", ""))
         dialect = _ANTHROPIC if request.path == COUNT_PATH else _DIALECTS.get(request.path)
         if session is None:
             refusal = self._refuse(dialect, 401, "this route asks for the key of a running episode", "invalid_api_key")
@@ -118,6 +120,9 @@ class AgentEndpoint:
             return _error(dialect, 404, f"served are {served}", "not_found")
         session.running.add(task := asyncio.current_task())
         try:
+            if request.headers.get("Expect", "").lower() == "100-continue":
+                await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+                request.writer.output_size = 0
             body = await _body(request, min(_BODY_BYTES, _OTHER_BYTES + 4 * session.longest_text))
             asked = await asyncio.to_thread(_read, dialect, body, session)
             if request.path == COUNT_PATH:
@@ -130,6 +135,9 @@ class AgentEndpoint:
             return _error(dialect, 400, str(e), e.code)
         except (EngineError, Interrupted) as e:
             return _error(dialect, 503, f"the episode is over: {e}", "engine_failed")
+        except Exception:  # a client would repeat what is answered with 500, and each repetition is trained
+            log.exception("a call of an agent")
+            return _error(dialect, 500, "the call failed here, see the log", "internal_error")
         finally:
             session.running.discard(task)
         return await _stream(request, dialect, reply) if asked.stream else web.json_response(reply)
@@ -139,12 +147,15 @@ class AgentEndpoint:
 
 
 async def _body(request: web.BaseRequest, most: int) -> bytes:
-    """Returns the body of a request. Raises EpisodeOver if it has more bytes than `most`."""
+    """Returns the body of a request. Raises EpisodeOver if it has more bytes than `most`, BadCall if it is damaged."""
     body = bytearray()
-    async for part in request.content.iter_any():
-        body += part
-        if len(body) > most:
-            raise EpisodeOver(f"a body of more than {most} bytes does not fit into the context", _TOO_LONG)
+    try:
+        async for part in request.content.iter_any():
+            body += part
+            if len(body) > most:
+                raise EpisodeOver(f"a body of more than {most} bytes does not fit into the context", _TOO_LONG)
+    except (web.RequestPayloadError, ClientPayloadError, HttpProcessingError) as e:
+        raise BadCall(f"the body cannot be read: {printable(str(e), 200)}") from None
     return bytes(body)
 
 
@@ -160,12 +171,12 @@ def _read(dialect: Dialect, body: bytes, session: _Session) -> Asked:
 
 async def _reply(dialect: Dialect, session: _Session, asked: Asked) -> dict[str, Any]:
     """Returns the body of the reply. Raises BadCall, ConfigError, EpisodeOver, EngineError or Interrupted."""
-    messages, tools = asked.messages, asked.tools
-    earlier = session.calls.longest_prefix(messages, tools)
+    messages, tools, written = asked.messages, asked.tools, session.calls.tools_of(asked)
+    earlier = session.calls.longest_prefix(asked, written)
     context = await session.episode.answer(await _context(session, earlier, messages, tools), asked.limit)
     answered, reply = await asyncio.to_thread(_answered, dialect, session.tokenizer, context, tools or [])
     before = earlier.messages if earlier else []  # the same objects, so that equal messages are held once
-    call = AnsweredCall([*before, *messages[len(before) :], answered.message], tools, context)
+    call = AnsweredCall([*before, *messages[len(before) :], answered.message], written, context, asked.instructed)
     session.calls.add(call, answered, reply["id"])
     return reply
 
@@ -197,10 +208,11 @@ async def _context(session: _Session, earlier: AnsweredCall | None, messages: li
 async def _stream(request: web.BaseRequest, dialect: Dialect, reply: dict[str, Any]) -> web.StreamResponse:
     """Sends the whole answer as one piece of a stream."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-    await response.prepare(request)
-    for name, held in dialect.events(reply):
-        data = held if isinstance(held, str) else json.dumps(held)
-        await response.write((f"event: {name}\n" * bool(name) + f"data: {data}\n\n").encode())
+    with suppress(ConnectionError):  # the agent has gone
+        await response.prepare(request)
+        for name, held in dialect.events(reply):
+            data = held if isinstance(held, str) else json.dumps(held)
+            await response.write((f"event: {name}\n" * bool(name) + f"data: {data}\n\n").encode())
     return response
 
 

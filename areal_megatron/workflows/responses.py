@@ -61,13 +61,14 @@ class Responses:
     def read(self, body: bytes, earlier: CallTree) -> Asked:
         call = _decode(body)
         call.check()
-        before = earlier.messages_of(call.previous_response_id) if call.previous_response_id else []
+        after = earlier.replied(call.previous_response_id) if call.previous_response_id else None
+        before = after.messages[after.instructed :] if after else []
         if call.instructions:  # those of earlier calls do not count any more
-            rest = before[1:] if before and before[0]["role"] == "system" else before
-            before = [{"role": "system", "content": call.instructions}, *rest]
+            before = [{"role": "system", "content": call.instructions}, *before]
         said = [{"role": "user", "content": call.input}] if isinstance(call.input, str) else call.input
-        messages = [*before, *_messages(said, earlier)]
-        return Asked(messages, _tools(call.tools), call.max_output_tokens, bool(call.stream))
+        messages = _messages(before, said, earlier)
+        tools = _tools(call.tools)
+        return Asked(messages, tools, call.max_output_tokens, bool(call.stream), after, bool(call.instructions))
 
     def reply(self, answered: Answered) -> dict[str, Any]:
         output, ended = [], answered.context.ended
@@ -143,9 +144,10 @@ def _item_events(number: int, item: dict[str, Any]) -> Iterator[Event]:
     yield "response.output_item.done", at | {"item": item}
 
 
-def _messages(items: list[dict[str, Any]], earlier: CallTree) -> list[Message]:
-    """Returns the messages of a call's items: neighbours that the model made are one message. Raises BadCall."""
-    found: list[Message] = []
+def _messages(before: list[Message], items: list[dict[str, Any]], earlier: CallTree) -> list[Message]:
+    """Returns the messages before a call's items, and theirs: neighbours that the model made are one message. Raises
+    BadCall."""
+    found = list(before)
     answer: list[dict[str, Any]] = []
     for item in items:
         kind, role = item.get("type", "message"), item.get("role")
@@ -153,7 +155,7 @@ def _messages(items: list[dict[str, Any]], earlier: CallTree) -> list[Message]:
             answer.append(item)
             continue
         if answer:
-            found.append(_answer(answer, earlier))
+            found.append(_answer(found, answer, earlier))
             answer = []
         if kind == "function_call_output":
             told = text_of(item.get("output"), _TEXTS)
@@ -163,22 +165,22 @@ def _messages(items: list[dict[str, Any]], earlier: CallTree) -> list[Message]:
             found.append({"role": name, "content": text_of(item.get("content"), _TEXTS)})
         else:
             raise BadCall(f"an item of the kind {str(kind)[:100]!r} is not served here")
-    return [*found, _answer(answer, earlier)] if answer else found
+    return [*found, _answer(found, answer, earlier)] if answer else found
 
 
-def _answer(items: list[dict[str, Any]], earlier: CallTree) -> Message:
+def _answer(before: list[Message], items: list[dict[str, Any]], earlier: CallTree) -> Message:
     thinking, said, calls = "", "", []
     for item in items:
         if item.get("type") == "reasoning":
             thinking += text_of(item.get("content"), ("reasoning_text",))
         elif item.get("type") == "function_call":
             try:
-                calls.append(tool_call(str(item["name"]), item["arguments"]))
+                calls.append(tool_call(item["name"], item["arguments"]))
             except (KeyError, ValueError):
                 raise BadCall("a function_call needs `name` and JSON `arguments`") from None
         else:
             said += text_of(item.get("content"), _TEXTS)
-    return earlier.as_written(thinking, said, calls)
+    return earlier.as_written(before, thinking, said, calls)
 
 
 def _tools(tools: list[dict[str, Any]] | None) -> list[Any] | None:

@@ -30,6 +30,12 @@ THINKING = (
     ("<seed:think>", "</seed:think>"),
 )
 """How models begin and end their thinking."""
+_AROUND = (
+    ("<tool_call>", "</tool_call>"),
+    ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
+    ("<|tool_call_begin|>", "<|tool_call_end|>"),
+)
+"""How models begin and end a call."""
 _MOST_CALLS = 128
 """More calls in one answer are text."""
 
@@ -49,29 +55,35 @@ Schemas = Mapping[str, Mapping[str, Any]]
 
 
 def split_thinking(text: str) -> tuple[str, str]:
-    """Returns the thinking of an answer, and the rest. The prompt may have begun the thinking already."""
+    """Returns the thinking with which an answer begins, and the rest. The prompt may have begun it already."""
     for begin, end in THINKING:
+        is_begun = text.lstrip().startswith(begin)
         head, found, rest = text.partition(end)
-        if found:
-            return head.partition(begin)[2].strip() if begin in head else head.strip(), rest.lstrip()
+        if is_begun:
+            return head.lstrip().removeprefix(begin).strip(), rest.lstrip()
+        if found and begin not in head and not _is_inside_call(head):
+            return head.strip(), rest.lstrip()
     return "", text
+
+
+def _is_inside_call(head: str) -> bool:
+    """Whether a text ends within a call, so that what follows is an argument of it."""
+    return any(head.rfind(begin) > head.rfind(end) for begin, end in _AROUND)
 
 
 def find_calls(text: str, tools: Sequence[Any]) -> tuple[str, list[ToolCall]]:
     """Returns the text before the calls of an answer, its thinking included, and the calls; the whole text and none,
     if there is none, or any of them is malformed. `tools`: as in OpenAI's API; they say which arguments are texts.
     """
-    begin = max(text.rfind(end) + len(end) if end in text else 0 for _, end in THINKING)
-    schemas = _schemas(tools)
+    _, said = split_thinking(text)
+    begin, schemas = len(text) - len(said), _schemas(tools)
     form = next((form for form in _FORMS if form.first.search(text, begin)), None)
     try:
         if form is None:
-            calls = _bare_calls(text[begin:], schemas)
+            calls = _bare_calls(said, schemas)
             return (text[:begin], calls) if calls else (text, [])
         calls = [form.read(body, schemas) for body in form.bodies(text, begin)]
     except _NoCallError:
-        return text, []
-    if not calls:
         return text, []
     return text[: form.first.search(text, begin).start()].rstrip(), calls
 
@@ -87,18 +99,23 @@ class _Form:
     read: Callable[[str, Schemas], ToolCall]
 
     def bodies(self, text: str, at: int) -> Iterator[str]:
-        """Yields what stands between `begin` and `end`. Raises _NoCallError if there are too many."""
+        """Yields what stands between `begin` and `end`. Raises _NoCallError if there are too many, or one that is not
+        whole."""
         count = 0
         while (begin := self.begin.search(text, at)) and (end := self.end.search(text, begin.end())):
+            if any(word in text[at : begin.start()] for word, _ in _AROUND):
+                raise _NoCallError
             yield text[begin.end() : end.start()]
             at, count = end.end(), count + 1
             if count > _MOST_CALLS:
                 raise _NoCallError
+        if not count or any(word in text[at:] for word, _ in _AROUND):
+            raise _NoCallError
 
 
 def _json(text: str) -> Any:
     try:
-        return parse_json(text)
+        return parse_json(text, exact=True)
     except ValueError:
         raise _NoCallError from None
 
@@ -111,7 +128,9 @@ def _call(name: Any, arguments: Any) -> ToolCall:
 
 def _hermes(body: str, _: Schemas) -> ToolCall:
     found = _json(body)
-    return _call(found.get("name"), found.get("arguments", {})) if isinstance(found, dict) else _call(None, None)
+    if not isinstance(found, dict) or ("arguments" not in found and len(found) > 1):
+        raise _NoCallError
+    return _call(found.get("name"), found.get("arguments", {}))
 
 
 _PARAMETER = re.compile(r"\s*+<parameter=([^>\s]++)>")
@@ -207,15 +226,17 @@ def _bare_calls(text: str, schemas: Schemas) -> list[ToolCall]:
     if not text.startswith("{") or not text.endswith("}"):
         return []
     found = _json(text)
-    if not isinstance(found, dict) or found.get("name") not in schemas:
+    name = found.get("name") if isinstance(found, dict) else None
+    if not isinstance(name, str) or name not in schemas:
         return []
-    return [_call(found["name"], found.get("parameters", found.get("arguments", {})))]
+    return [_call(name, found.get("parameters", found.get("arguments")))]
 
 
 def _schemas(tools: Sequence[Any]) -> Schemas:
     found = {}
     for tool in tools:
         function = tool.get("function", tool) if isinstance(tool, dict) else {}
+        function = function if isinstance(function, dict) else {}
         name, parameters = function.get("name"), function.get("parameters")
         if isinstance(name, str):
             properties = parameters.get("properties") if isinstance(parameters, dict) else None
@@ -224,11 +245,27 @@ def _schemas(tools: Sequence[Any]) -> Schemas:
 
 
 def _value(text: str, schema: Any) -> Any:
-    """Returns an argument that is written without quotes: a text, unless the schema says otherwise or is not there."""
-    kind = schema.get("type") if isinstance(schema, dict) else None
-    if kind == "string":
+    """Returns an argument that is written without quotes: a text, unless its schema says that it is none."""
+    kinds = _kinds(schema)
+    if "null" in kinds and text.strip().lower() in ("null", "none"):
+        return None
+    if not kinds or "string" in kinds:
         return text
+    if "boolean" in kinds and text.strip().lower() in ("true", "false"):
+        return text.strip().lower() == "true"
     try:
-        return parse_json(text.strip())
+        return parse_json(text.strip(), exact=True)
     except ValueError:
         return text
+
+
+def _kinds(schema: Any) -> set[str]:
+    """Returns the types that a schema allows."""
+    if not isinstance(schema, dict):
+        return set()
+    own = schema.get("type")
+    found = {kind for kind in (own if isinstance(own, list) else [own]) if isinstance(kind, str)}
+    for key in ("anyOf", "oneOf"):
+        for one in schema[key] if isinstance(schema.get(key), list) else ():
+            found |= _kinds(one)
+    return found

@@ -7,7 +7,15 @@ from other hosts.
 project = "areal_megatron"
 author = "The areal_megatron developers"
 root_doc = "README"
-include_patterns = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/**.md", "examples/**.md"]
+include_patterns = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "RELEASING.md",
+    "SECURITY.md",
+    "docs/**.md",
+    "examples/**.md",
+]
 extensions = ["myst_parser"]
 myst_heading_anchors = 6
 html_theme = "furo"
@@ -58,7 +66,7 @@ def _add_contents(app, name, source):
     sections = {**CONTENTS, "Using it": [*CONTENTS["Using it"], *sorted(others)]}
     blocks = {title: [f"docs/{page}" for page in pages] for title, pages in sections.items()}
     blocks["Examples"] = sorted(page for page in app.env.found_docs if page.startswith("examples/"))
-    blocks["The project"] = ["CONTRIBUTING", "CHANGELOG"]
+    blocks["The project"] = ["CONTRIBUTING", "CHANGELOG", "RELEASING", "SECURITY"]
     for title, pages in blocks.items():
         source[0] += f"\n```{{toctree}}\n:hidden:\n:caption: {title}\n\n" + "\n".join(pages) + "\n```\n"
 

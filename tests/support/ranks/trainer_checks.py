@@ -69,7 +69,7 @@ from tests.support.tiny_models import load_oracle
 
 def make_config(folder: Path, family: str, layout: dict, **sections) -> Config:
     sections = {
-        "optimizer": OptimizerConfig(lr=1e-3, warmup_steps=0, weight_decay=0.1),
+        "optimizer": OptimizerConfig(lr=1e-3, warmup_steps=0, weight_decay=0.1, staleness_kl=0),  # see check_rate_limit
         "ppo": PPOConfig(minibatches=2, penalty=PenaltyConfig(entropy=0.3, kl=0.2, kl_form="k3")),
         "rollout": RolloutConfig(group_size=4, temperature=0.7, max_new_tokens=100),
         **sections,

@@ -5,10 +5,12 @@ import json
 
 import aiohttp
 import anthropic
+import numpy as np
 import openai
 import pytest
 
-from tests.support.chat_world import END, World, spelled
+from areal_megatron.engine.client import Completion
+from tests.support.chat_world import END, IDS, World, spelled
 
 THINKING = """\
 {%- set last = namespace(at=-1) %}
@@ -36,14 +38,14 @@ ANSWERS = [f"<think>I add</think>so\n{CALLS[0]}\n{CALLS[1]}", "<think>3 and 7</t
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
 
 
-def run(tmp_path, agent, answers=ANSWERS):
+def run(tmp_path, agent, answers=ANSWERS, template=THINKING):
     """Returns the episode of this agent, and its world."""
 
     async def workflow(episode):
         async with episode.openai() as api:
             await agent(api)
 
-    world = World(tmp_path, workflow, lambda _, number: answers[number], turns=10, template=THINKING)
+    world = World(tmp_path, workflow, lambda _, number: answers[number], turns=10, template=template)
     (ended,) = asyncio.run(world.sample())
     return ended, world
 
@@ -179,6 +181,123 @@ def test_a_response_goes_on_from_an_earlier_one(tmp_path):
     )
 
 
+def test_instructions_count_for_one_response(tmp_path):
+    async def agent(api):
+        async with openai.AsyncOpenAI(base_url=api.url, api_key=api.key, max_retries=0) as client:
+            first = await client.responses.create(model="any", input="one", instructions="calm")
+            await client.responses.create(model="any", input="two", previous_response_id=first.id)
+
+    ended, world = run(tmp_path, agent, ["a", "right"])
+    assert "calm" not in text_of(world, ended.samples[-1]) and "one" in text_of(world, ended.samples[-1])
+
+
+def test_a_response_goes_on_from_the_one_that_it_names(tmp_path):
+    """Two answers with the same text, one of them of two tokens and the other of one."""
+    answers = [[*spelled("ab"), END], [IDS["ab"], END], [*spelled("right"), END]]
+
+    async def workflow(episode):
+        async with (
+            episode.openai() as api,
+            openai.AsyncOpenAI(base_url=api.url, api_key=api.key, max_retries=0) as client,
+        ):
+            first = await client.responses.create(model="any", input="one")
+            await client.responses.create(model="any", input="one")
+            await client.responses.create(model="any", input="two", previous_response_id=first.id)
+
+    def answered(_, number):
+        tokens = np.array(answers[number], np.int32)
+        return Completion(tokens, np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32), "stop")
+
+    world = World(tmp_path, workflow, answered, turns=10, template=THINKING)
+    (ended,) = asyncio.run(world.sample())
+    assert sorted(sample.answers for sample in ended.samples) == [1, 2]
+    assert ended.samples[-1].tokens[:3].tolist() == answers[0]
+
+
+def test_answers_with_the_same_parts_are_told_by_what_is_before_them(tmp_path):
+    """The second answer is shown as the first, after another question."""
+
+    async def agent(api):
+        async with anthropic.AsyncAnthropic(base_url=api.anthropic_url, api_key=api.key, max_retries=0) as client:
+            asked = [{"role": "user", "content": text} for text in ("one", "two")]
+            body = {"model": "any", "max_tokens": 300}
+            replies = [await client.messages.create(messages=[one], **body) for one in asked]
+            shown = [{"role": "assistant", "content": [b.model_dump() for b in one.content]} for one in replies]
+            await client.messages.create(messages=[asked[0], shown[0], {"role": "user", "content": "x"}], **body)
+
+    answers = ["<think>A</think>yes", "A</think>yes", "right"]
+    template = "{%- for m in messages %}{{- m.content + '<|im_end|>' }}{%- endfor %}"
+    ended, world = run(tmp_path, agent, answers, template=template)
+    assert text_of(world, ended.samples[-1]) == "one<|im_end|><think>A</think>yes<|im_end|>x<|im_end|>right<|im_end|>"
+    assert sorted(sample.answers for sample in ended.samples) == [1, 2]
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "responses", "messages"])
+def test_an_agent_that_gives_up_a_call_leaves_no_sample_of_it(tmp_path, path):
+    """Clients of OpenAI and Anthropic give up after a time, and ask again."""
+    asked = {"messages": [{"role": "user", "content": "slow"}], "input": "slow", "max_tokens": 50}
+    body = {key: asked[key] for key in (["input"] if path == "responses" else ["messages", "max_tokens"])}
+    gone = asyncio.Event()
+
+    async def workflow(episode):
+        original = episode.answer
+
+        async def slow(*arguments):
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                gone.set()
+                raise
+
+        async with episode.openai() as api, aiohttp.ClientSession(headers={"x-api-key": api.key}) as session:
+            episode.answer = slow
+            with pytest.raises(TimeoutError):
+                async with session.post(f"{api.url}/{path}", json=body, timeout=aiohttp.ClientTimeout(0.2)):
+                    pass
+            await asyncio.wait_for(gone.wait(), 30)
+            episode.answer = original
+            async with session.post(f"{api.url}/{path}", json=body) as response:
+                assert response.status == 200
+
+    world = World(tmp_path, workflow, lambda *_: "right", turns=10, template=THINKING)
+    (ended,) = asyncio.run(world.sample())
+    assert ended.answers == 1 and ended.score.correct
+
+
+def test_what_fails_here_is_asked_once(tmp_path, monkeypatch, caplog):
+    """A client repeats what is answered with 500, unless it is told not to, and each repetition would be trained."""
+
+    async def agent(api):
+        body = {"messages": [{"role": "user", "content": "x"}]}
+        async with (
+            aiohttp.ClientSession(headers={"Authorization": f"bearer {api.key}"}) as session,
+            session.post(f"{api.url}/chat/completions", json=body) as response,
+        ):
+            assert (response.status, response.headers["x-should-retry"]) == (500, "false")
+
+    def broken(*_):
+        raise ZeroDivisionError("broken")
+
+    monkeypatch.setattr("areal_megatron.workflows.endpoint.parsed_answer", broken)
+    ended, _ = run(tmp_path, agent, ["right"])
+    assert ended.answers == 1 and sum("a call of an agent" in record.message for record in caplog.records) == 1
+
+
+def test_a_damaged_body_is_refused(tmp_path, caplog):
+    async def agent(api):
+        headers = {"x-api-key": api.key, "Content-Encoding": "gzip"}
+        async with aiohttp.ClientSession() as session:
+            async with session.post(f"{api.url}/messages", data=b"no gzip", headers=headers) as response:
+                assert response.status == 400
+            body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 50}
+            own = {"x-api-key": api.key}
+            async with session.post(f"{api.url}/messages", json=body, headers=own, expect100=True) as response:
+                assert response.status == 200
+
+    ended, _ = run(tmp_path, agent, ["right"])
+    assert ended.score.correct and "Traceback" not in caplog.text
+
+
 def test_an_agent_that_shows_no_thinking_gets_none(tmp_path):
     """Its calls are trained as the model would see them in use."""
 
@@ -206,10 +325,15 @@ REFUSED = {
         ({"messages": [{"role": "user", "content": "x"}], "max_tokens": 0}, "must be above 0"),
         (
             {"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "web_search"}]},
-            "tools must be functions",
+            "a tool of the kind 'web_search' is not served here",
         ),
         ({"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}]}, "a tool_use needs"),
         ({"messages": [{"role": "assistant", "content": [{"type": "thinking"}]}]}, "a block of thinking holds no text"),
+        ({"messages": [{"role": "user", "content": "x"}], "tools": [{"name": 5}]}, "tools must be functions"),
+        (
+            {"messages": [{"role": "user", "content": "x"}], "tools": [{"name": "a", "description": [1]}]},
+            "tools must be functions",
+        ),
         ({}, "missing required field `messages`"),
     ],
     "responses": [
@@ -220,6 +344,8 @@ REFUSED = {
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "a part that is no text"),
         ({"input": "x", "tools": [{"type": "web_search"}]}, "a tool of the kind 'web_search' is not served"),
         ({"input": [{"type": "function_call", "name": "x", "arguments": "{"}]}, "a function_call needs"),
+        ({"input": [{"type": "function_call", "name": None, "arguments": "{}"}]}, "a function_call needs"),
+        ({"input": [{"type": "function_call", "name": "x", "arguments": "[1]"}]}, "a function_call needs"),
         ({"input": "x", "max_output_tokens": 0}, "must be above 0"),
         ({}, "missing required field `input`"),
     ],

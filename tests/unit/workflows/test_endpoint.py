@@ -218,6 +218,23 @@ MALFORMED = [
     ({"messages": [user("x")], "n": 2}, "n: not served here"),
     ({"messages": [user("x")], "stop": ["\n"]}, "stop: not served here"),
     ({"messages": [user("x")], "max_tokens": 0}, "the most tokens of an answer must be above 0"),
+    ({"messages": [user("x")], "max_completion_tokens": 0}, "the most tokens of an answer must be above 0"),
+    ({"messages": [user("x")], "functions": [{"name": "x"}]}, "functions: not served here"),
+    ({"messages": [user("x")], "tools": [{"type": "function", "function": None}]}, "tools must be functions"),
+    ({"messages": [user("x")], "tools": [{"type": "custom", "name": "x"}]}, "tools must be functions"),
+    (
+        {
+            "messages": [
+                {"role": "assistant", "tool_calls": [{"function": {"name": None, "arguments": "{}"}}]},
+                user("x"),
+            ]
+        },
+        "tool_calls",
+    ),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "x", "arguments": "5"}}]}, user("x")]},
+        "tool_calls",
+    ),
     ({"messages": [user("x")], "response_format": {"type": "json_object"}}, "response_format: not served"),
     ({"messages": [user("raise")]}, "the chat template of"),
     ({"messages": "x"}, "Expected `array`, got `str`"),

@@ -158,11 +158,64 @@ def test_json_is_a_call_only_of_a_tool_that_there_is():
     )
 
 
-def test_arguments_without_quotes_are_of_their_schemas_types():
-    call = ToolCall("add", {"a": 1, "b": "true", "c": [1, 2], "d": "plain text"})
-    written = ToolCall("add", {"a": 1, "b": "true", "c": "[1, 2]", "d": "plain text"})
+KINDS = {
+    "number": {"type": "integer"},
+    "text": {"type": "string"},
+    "flag": {"type": "boolean"},
+    "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+    "either": {"type": ["integer", "null"]},
+    "list": {"type": "array"},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "written", "value"),
+    [
+        ("number", "1", 1),
+        ("number", "one", "one"),
+        ("text", "true", "true"),
+        ("flag", "True", True),
+        ("maybe", "123", "123"),
+        ("maybe", "null", None),
+        ("either", "5", 5),
+        ("list", "[1, 2]", [1, 2]),
+        ("other", "123", "123"),
+    ],
+)
+def test_arguments_without_quotes_are_of_their_schemas_types(name, written, value):
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"properties": KINDS}}}]
     for form in (glm, coder):
-        assert find_calls(form(written), TOOLS) == ("", [call])
+        assert find_calls(form(ToolCall("add", {name: written})), tools) == ("", [ToolCall("add", {name: value})])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        hermes(CALLS[0]) + '\n<tool_call>\n{"name": "add", "argu',
+        hermes(CALLS[0]) + "\n<tool_call>oops</tool_call>",
+        "<tool_call>oops</tool_call>\n" + hermes(CALLS[0]),
+        '<tool_call>{"name": "add", "parameters": {"a": 1}}</tool_call>',
+        '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>',
+        '<tool_call>{"name": "add", "arguments": {"a": 1, "a": 2}}</tool_call>',
+        '{"name": ["add"], "parameters": {}}',
+        '{"name": "add", "score": 3}',
+        "<think>I could call " + hermes(CALLS[0]) + " but",
+    ],
+)
+def test_what_is_not_whole_makes_all_of_the_answer_text(text):
+    assert find_calls(text, TOOLS) == (text, [])
+
+
+@pytest.mark.parametrize("tag", ["</think>", "</thinking>", "[/THINK]"])
+def test_the_end_of_thinking_within_an_argument_is_text(tag):
+    call = ToolCall("add", {"b": f"ends with {tag} tag"})
+    assert find_calls(hermes(call), TOOLS) == ("", [call])
+    assert find_calls("<think>so</think>" + hermes(call), TOOLS) == ("<think>so</think>", [call])
+
+
+@pytest.mark.parametrize("tool", [None, 5, {}, {"function": None}, {"function": {"name": "add", "parameters": 5}}])
+def test_tools_of_any_kind_do_no_harm(tool):
+    assert find_calls(hermes(CALLS[0]), [tool]) == ("", CALLS[:1])
 
 
 def test_an_end_of_a_call_in_a_text_ends_no_call():
@@ -176,7 +229,8 @@ def test_an_end_of_a_call_in_a_text_ends_no_call():
         ("<think>\na\n</think>\n\nb", "a", "b"),
         ("a</think>b", "a", "b"),
         ("no thought", "", "no thought"),
-        ("<think>never ends", "", "<think>never ends"),
+        ("<think>never ends", "never ends", ""),
+        ("Hello <think>x</think> world", "", "Hello <think>x</think> world"),
         ("[THINK]a[/THINK]b", "a", "b"),
         ("◁think▷a◁/think▷b", "a", "b"),
     ],
