@@ -155,8 +155,8 @@ class CallTree:
         return self._tools.setdefault(written := json.dumps(asked.tools), written)
 
     def longest_prefix(self, asked: Asked, tools: str) -> AnsweredCall | None:
-        """Returns the call whose messages are the longest prefix of those asked: the one that the agent has named, else
-        the latest one."""
+        """Returns the earlier call with the longest prefix of the messages: the one named by the agent, else the latest
+        one."""
         messages = asked.messages
         shorter = [call for call in reversed(self._calls) if call.tools == tools and len(call.messages) < len(messages)]
         shorter.sort(key=lambda call: len(call.messages), reverse=True)

@@ -193,3 +193,26 @@ def test_unusable_conversations_are_left_out_and_counted_if_asked_for(tmp_path):
     [example] = read_examples(path, tokenizer, unusable="skip", left_out=left_out)
     assert example.where == f"{path}:1" and left_out.counts.total() == 2
     assert left_out.lines()[0] == f"1 × message 2 is a tool's result without a call, such as {path}:2"
+
+
+@pytest.mark.parametrize(
+    ("marks", "turns", "trained"),
+    [
+        ((0, None), "all", (3,)),
+        ((False, True), "all", (3,)),
+        ((None, 0), "last", (1,)),
+        ((0, None), "marked", (3,)),
+        ((0, 1), "marked", (3,)),
+        ((1, None), "marked", (1,)),
+    ],
+)
+def test_a_message_marked_with_0_is_never_trained(marks, turns, trained):
+    row = {"messages": []}
+    for mark in marks:
+        key = "train" if isinstance(mark, bool) else "weight"
+        answer = {"role": "assistant", "content": "a"} | ({} if mark is None else {key: mark})
+        row["messages"] += [{"role": "user", "content": "u"}, answer]
+    assert conversation_of(row, "x:1", turns).trained == trained
+    nothing = {"messages": [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a", "weight": 0}]}
+    with pytest.raises(ConfigError, match=r"^x:1: every message of the assistant has `weight` 0 or `train` false"):
+        conversation_of(nothing, "x:1", turns)
