@@ -13,9 +13,9 @@ from tests.e2e.test_run import small
 
 def test_engines_sample_from_the_adapters_that_trainers_save(local_run, world, tmp_path):
     """Their log-probabilities are the trainers', also of versions whose factors have moved."""
-    run = local_run(
-        "adapters", *small(world), "lora.rank=4", "ppo.penalty.entropy=0.1", "ppo.penalty.kl=0.1", "checkpoint.every=1"
-    )
+    changes = {"lora.rank": 4, "ppo.penalty.entropy": 0.1, "ppo.penalty.kl": 0.1, "checkpoint.every": 1}
+    changes |= {"rollout.max_staleness": 0}  # each update has answers of its own version, to compare
+    run = local_run("adapters", *small(world, **changes))
     assert run.wait() == 0, run.output
     own = Run(run.folder)
     differences = [line["logprob_diff_max"] for line in read_metrics(own) if "logprob_diff_max" in line]

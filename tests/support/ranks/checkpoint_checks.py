@@ -40,6 +40,8 @@ from tests.support.transformer_engine import transformer_engine
 from tools.bench.checkpoint import save_as_megatron_does
 
 UPDATES = 4
+SCALED = OptimizerConfig(lr=1e-3, warmup_steps=0, weight_decay=0.1)
+"""Its rate is scaled to how stale the answers are."""
 CRITIC = CriticConfig(lr=2e-3, gae_lambda=0.9, clip=0.5)
 PENALTY = PenaltyConfig(entropy=0.3, kl=0.2, kl_form="k3")
 REPORTED = ("loss", "grad_norm", "lr", "ratio_mean", "entropy")
@@ -53,9 +55,11 @@ def check_all(folder: Path, rank: int, model: str, saved: dict | None, resumed: 
     """
     ppo = PPOConfig(minibatches=2, penalty=PENALTY, critic=CRITIC if critic else CriticConfig())
     if saved is not None:
-        check_straight(folder, rank, make_config(folder, model, saved, ppo=ppo))
+        check_straight(folder, rank, make_config(folder, model, saved, ppo=ppo, optimizer=SCALED))
     for run, layout in resumed.items():
-        check_resumed(folder, rank, make_config(folder, model, layout, ppo=ppo), run, exact=layout == saved)
+        check_resumed(
+            folder, rank, make_config(folder, model, layout, ppo=ppo, optimizer=SCALED), run, exact=layout == saved
+        )
 
 
 def check_straight(folder: Path, rank: int, config: Config) -> None:
@@ -144,7 +148,7 @@ def check_layers(folder: Path, rank: int, model: str, layout: dict, critic: bool
     """Checkpoints of TransformerEngine's layers and of local ones have the same tensors. Each resume from the
     other's."""
     ppo = PPOConfig(minibatches=2, penalty=PENALTY, critic=CRITIC if critic else CriticConfig())
-    config = make_config(folder, model, layout, ppo=ppo)
+    config = make_config(folder, model, layout, ppo=ppo, optimizer=SCALED)
     expected, names = None, {}
     for saved, kind in RESUMED_BY.items():
         with LAYERS[saved](), open_trainer(folder, rank, config, f"saved-{saved}") as subject:
