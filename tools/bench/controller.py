@@ -8,8 +8,9 @@ The real controller runs alone on core 0. On core 1 are the reward worker, stand
 are requested in groups of 16, one HTTP request a group, as in a run. The engines' response time makes the offered load
 a quarter more than the rate aimed at; what is printed is what the controller processed.
 
-With `--agent-s 1` all trajectories are episodes of an agent that computes for a second, in Python, before and after an
-answer of the model. Their processes share the controller's core, as they do at worst.
+With `--agent-s 1` all trajectories are episodes of an agent that computes in Python, before and after an answer of the
+model, until its process has used another second. So these processes compute all the time. They share the controller's
+core, as they do at worst.
 """
 
 from __future__ import annotations
