@@ -73,14 +73,8 @@ def to_hf(
         total = sum(tensor.nbytes for tensor in model)
         progress, blocks = _Progress(report, total * (1 + verify)), BlockBuffers()
 
-        def read(tensor: HfTensor) -> Iterator[ndarray]:
-            for block, rows in blocks.of(tensor.box, tensor.dtype):
-                source.read(tensor.pattern, block, rows, tensor.dtype)
-                progress(rows.nbytes)
-                yield rows
-
         with _new_folder(out, total, sync) as folder:
-            write_weights(folder, model, read, shard_bytes, sync)
+            write_weights(folder, model, _reader(source, blocks, progress), shard_bytes, sync)
             copy_description(description, folder, model[0].dtype)
             if verify:
                 result, _ = _open(folder)
@@ -171,14 +165,8 @@ def to_peft(
         total = sum(tensor.nbytes for tensor in tensors)
         progress, blocks = _Progress(report, total * (1 + verify)), BlockBuffers()
 
-        def read(tensor: HfTensor) -> Iterator[ndarray]:
-            for block, rows in blocks.of(tensor.box, tensor.dtype):
-                source.read(tensor.pattern, block, rows, tensor.dtype)
-                progress(rows.nbytes)
-                yield rows
-
         with _new_folder(out, total, sync) as folder:
-            write_file(folder / peft.WEIGHTS, tensors, read, sync)
+            write_file(folder / peft.WEIGHTS, tensors, _reader(source, blocks, progress), sync)
             peft.write_description(folder, adapter, read_config(base), base)
             if verify:
                 with closing(peft.PeftFolder(folder, model, adapter)) as result:
@@ -266,6 +254,18 @@ def _new_folder(path: Path, size: int, sync: bool) -> Iterator[Path]:
             yield folder
     except OSError as e:
         raise CheckpointError(f"cannot write {path}: {e.strerror}; nothing was left behind") from None
+
+
+def _reader(source: BoxReader, blocks: BlockBuffers, progress: _Progress) -> Callable[[HfTensor], Iterator[ndarray]]:
+    """Returns what reads a tensor of `source` block by block."""
+
+    def read(tensor: HfTensor) -> Iterator[ndarray]:
+        for block, rows in blocks.of(tensor.box, tensor.dtype):
+            source.read(tensor.pattern, block, rows, tensor.dtype)
+            progress(rows.nbytes)
+            yield rows
+
+    return read
 
 
 class _Progress:

@@ -99,6 +99,11 @@ class Dialect(Protocol):
         """Returns the body of a refusal."""
 
 
+def openai_error(message: str, code: str) -> dict[str, Any]:
+    """Returns the body of a refusal as OpenAI's APIs have it."""
+    return {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
+
+
 def tool_call(name: Any, arguments: Any) -> dict[str, Any]:
     """Returns a call as messages have it. `arguments`: an object, or its JSON. Raises ValueError for others."""
     arguments = parse_json(arguments or "{}", exact=True) if isinstance(arguments, str) else arguments

@@ -18,6 +18,7 @@ from areal_megatron.workflows.agent_calls import (
     CallTree,
     Event,
     Message,
+    openai_error,
     text_of,
     tool,
     tool_call,
@@ -125,4 +126,4 @@ class ChatCompletions:
         yield "", "[DONE]"
 
     def error(self, message: str, code: str) -> dict[str, Any]:
-        return {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
+        return openai_error(message, code)

@@ -18,6 +18,7 @@ from areal_megatron.workflows.agent_calls import (
     CallTree,
     Event,
     Message,
+    openai_error,
     text_of,
     tool,
     tool_call,
@@ -120,7 +121,7 @@ class Responses:
             yield name, {"type": name, "sequence_number": number, **held}
 
     def error(self, message: str, code: str) -> dict[str, Any]:
-        return {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
+        return openai_error(message, code)
 
 
 def _item_events(number: int, item: dict[str, Any]) -> Iterator[Event]:

@@ -77,7 +77,7 @@ def find_calls(text: str, tools: Sequence[Any]) -> tuple[str, list[ToolCall]]:
     """
     _, said = split_thinking(text)
     begin, schemas = len(text) - len(said), _schemas(tools)
-    form = next((form for form in _FORMS if form.first.search(text, begin)), None)
+    form, first = next(((form, at) for form in _FORMS if (at := form.begin.search(text, begin))), (None, None))
     try:
         if form is None:
             calls = _bare_calls(said, schemas)
@@ -85,18 +85,18 @@ def find_calls(text: str, tools: Sequence[Any]) -> tuple[str, list[ToolCall]]:
         calls = [form.read(body, schemas) for body in form.bodies(text, begin)]
     except _NoCallError:
         return text, []
-    return text[: form.first.search(text, begin).start()].rstrip(), calls
+    return text[: first.start()].rstrip().removesuffix(form.section).rstrip(), calls
 
 
 @dataclass(frozen=True)
 class _Form:
-    first: re.Pattern[str]
-    """Where the calls of an answer begin."""
     begin: re.Pattern[str]
     """Comes before each call."""
     end: re.Pattern[str]
     """Comes after it."""
     read: Callable[[str, Schemas], ToolCall]
+    section: str = ""
+    """What comes before the first call."""
 
     def bodies(self, text: str, at: int) -> Iterator[str]:
         """Yields what stands between `begin` and `end`. Raises _NoCallError if there are too many, or one that is not
@@ -134,41 +134,40 @@ def _hermes(body: str, _: Schemas) -> ToolCall:
 
 
 _PARAMETER = re.compile(r"\s*+<parameter=([^>\s]++)>")
+_KEY = re.compile(r"\s*+<arg_key>([^<]++)</arg_key>\s*+<arg_value>")
 
 
 def _coder(body: str, schemas: Schemas) -> ToolCall:
     name, closed, rest = body.partition(">")
     if not closed or not rest.rstrip().endswith("</function>"):
         raise _NoCallError
-    rest, at, found = rest.rstrip().removesuffix("</function>"), 0, {}
-    while begin := _PARAMETER.match(rest, at):
-        end = rest.find("</parameter>", begin.end())
-        if end < 0:
-            raise _NoCallError
-        value = rest[begin.end() : end].removeprefix("\n").removesuffix("\n")
-        found[begin[1]] = _value(value, schemas.get(name.strip(), {}).get(begin[1]))
-        at = end + len("</parameter>")
-    if rest[at:].strip():
-        raise _NoCallError
-    return _call(name.strip(), found)
-
-
-_KEY = re.compile(r"\s*+<arg_key>([^<]++)</arg_key>\s*+<arg_value>")
+    pairs = _pairs(rest.rstrip().removesuffix("</function>"), _PARAMETER, "</parameter>")
+    return _unquoted(name.strip(), {key: value.removeprefix("\n").removesuffix("\n") for key, value in pairs}, schemas)
 
 
 def _glm(body: str, schemas: Schemas) -> ToolCall:
-    name, found = body.partition("<arg_key>")[0].strip(), {}
-    at = len(body.partition("<arg_key>")[0])
-    while begin := _KEY.match(body, at):
-        end = body.find("</arg_value>", begin.end())
-        if end < 0:
-            raise _NoCallError
-        key = begin[1].strip()
-        found[key] = _value(body[begin.end() : end], schemas.get(name, {}).get(key))
-        at = end + len("</arg_value>")
-    if body[at:].strip() or any(space in name for space in " \n\t{<"):
+    name, key, rest = body.partition("<arg_key>")
+    if any(space in name.strip() for space in " \n\t{<"):
         raise _NoCallError
-    return _call(name, found)
+    return _unquoted(name.strip(), dict(_pairs(key + rest, _KEY, "</arg_value>")), schemas)
+
+
+def _pairs(text: str, begin: re.Pattern[str], end: str) -> Iterator[tuple[str, str]]:
+    """Yields the names and values of arguments. Raises _NoCallError for a text that holds anything else."""
+    at = 0
+    while found := begin.match(text, at):
+        close = text.find(end, found.end())
+        if close < 0:
+            raise _NoCallError
+        yield found[1].strip(), text[found.end() : close]
+        at = close + len(end)
+    if text[at:].strip():
+        raise _NoCallError
+
+
+def _unquoted(name: str, written: Mapping[str, str], schemas: Schemas) -> ToolCall:
+    own = schemas.get(name, {})
+    return _call(name, {key: _value(value, own.get(key)) for key, value in written.items()})
 
 
 def _deepseek(body: str, _: Schemas) -> ToolCall:
@@ -187,35 +186,17 @@ def _kimi(body: str, _: Schemas) -> ToolCall:
 
 
 _FORMS = (
+    _Form(re.compile(r"<tool_call>\s*+(?=\{)"), re.compile(r"(?<=\})\s*+</tool_call>"), _hermes),
+    _Form(re.compile(r"<tool_call>\s*+<function="), re.compile(r"(?<=</function>)\s*+</tool_call>"), _coder),
+    _Form(re.compile(r"<tool_call>(?=\s*+[\w.-]++\s*+(?:<arg_key>|</tool_call>))"), re.compile(r"</tool_call>"), _glm),
     _Form(
-        re.compile(r"<tool_call>\s*+(?=\{)"),
-        re.compile(r"<tool_call>\s*+(?=\{)"),
-        re.compile(r"(?<=\})\s*+</tool_call>"),
-        _hermes,
+        re.compile(r"<｜tool▁call▁begin｜>"), re.compile(r"<｜tool▁call▁end｜>"), _deepseek, "<｜tool▁calls▁begin｜>"
     ),
     _Form(
-        re.compile(r"<tool_call>\s*+(?=<function=)"),
-        re.compile(r"<tool_call>\s*+<function="),
-        re.compile(r"(?<=</function>)\s*+</tool_call>"),
-        _coder,
-    ),
-    _Form(
-        re.compile(r"<tool_call>(?=\s*+[\w.-]++\s*+(?:<arg_key>|</tool_call>))"),
-        re.compile(r"<tool_call>"),
-        re.compile(r"</tool_call>"),
-        _glm,
-    ),
-    _Form(
-        re.compile(r"(?:<｜tool▁calls▁begin｜>\s*+)?<｜tool▁call▁begin｜>"),
-        re.compile(r"<｜tool▁call▁begin｜>"),
-        re.compile(r"<｜tool▁call▁end｜>"),
-        _deepseek,
-    ),
-    _Form(
-        re.compile(r"(?:<\|tool_calls_section_begin\|>\s*+)?<\|tool_call_begin\|>"),
         re.compile(r"<\|tool_call_begin\|>"),
         re.compile(r"<\|tool_call_end\|>"),
         _kimi,
+        "<|tool_calls_section_begin|>",
     ),
 )
 

@@ -1,12 +1,17 @@
 """A run that trains adapters: real Megatron trainers, real vLLM engines, started as a user starts them."""
 
+import torch
 from safetensors.torch import load_file
 
+from areal_megatron.checkpoint.convert import to_hf, to_peft
+from areal_megatron.checkpoint.folder import complete
+from areal_megatron.checkpoint.peft import WEIGHTS
 from areal_megatron.observe.metrics import read_metrics
 from areal_megatron.run.folder import Run
 from tests.e2e.test_run import small
 
 KEYS = {"lora.rank": 8, "optimizer.lr": 0.01, "optimizer.warmup_steps": 0, "checkpoint.every": 1}
+KEYS |= {"rollout.max_staleness": 0}  # each update has answers of its own version, to compare
 TOLERANCE = 1e-4
 """Largest difference between log-probabilities of trainers and engines, in float32."""
 
@@ -26,3 +31,24 @@ def test_engines_compute_with_the_adapters_that_are_trained_also_after_a_resume(
     differences = {line["version"]: line["mismatch_max"] for line in updates if "mismatch_max" in line}
     assert {2, 3} & differences.keys() and {4, 5} & differences.keys(), "nothing was compared"
     assert all(0 < found < TOLERANCE for found in differences.values()), differences
+
+
+def test_engines_sample_from_the_adapters_that_trainers_save(local_run, world, tmp_path):
+    """Their log-probabilities are the trainers', also of versions whose factors have moved."""
+    changes = {"lora.rank": 4, "ppo.penalty.entropy": 0.1, "ppo.penalty.kl": 0.1}
+    run = local_run("adapters", *small(world, **KEYS | changes))
+    assert run.wait() == 0, run.output
+    own = Run(run.folder)
+    differences = [line["logprob_diff_max"] for line in read_metrics(own) if "logprob_diff_max" in line]
+    assert len(differences) > 1 and max(differences) < TOLERANCE
+    factors = load_file(own.adapter / WEIGHTS)
+    assert all(values.any() for values in factors.values())
+    last = complete(own)[-1]
+    to_peft(last, tmp_path / "converted")
+    converted = load_file(tmp_path / "converted" / WEIGHTS)
+    assert all(torch.equal(converted[name], values) for name, values in factors.items())
+    to_hf(last, tmp_path / "merged")
+    exported, merged = (load_file(folder / "model.safetensors") for folder in (own.hf, tmp_path / "merged"))
+    assert exported.keys() == merged.keys()
+    for name, values in exported.items():
+        torch.testing.assert_close(merged[name], values, atol=1e-6, rtol=0)

@@ -196,6 +196,7 @@ ELSEWHERE = {
     "check_isolation": "a key of the config",
     "serve": "hands texts to what is measured here",
     "is_score": "no text is one",
+    "openai_error": "a line that says what is wrong with a call",
     "residues_of": "a tree and the name of a symbol",
     "chosen": "a tree and a sign",
     "check_name": "a name from the config",
