@@ -1,5 +1,7 @@
 """Reward functions for runs of untrained models, whose answers are noise."""
 
+import zlib
+
 
 def short(prompt: str, response: str, answer: str) -> float:
     """The shorter the better."""
@@ -14,6 +16,11 @@ def brief(prompt: str, response: str, answer: str) -> float:
 def coarse(prompt: str, response: str, answer: str) -> float:
     """One of two values: many groups of four are uniform."""
     return float(len(response) % 4 == 0)
+
+
+def coin(prompt: str, response: str, answer: str) -> float:
+    """One of two values, as a coin falls: one group of four in eight is uniform, however long its answers are."""
+    return float(zlib.crc32(response.encode()) % 2)
 
 
 def ends(prompt: str, response: str, answer: str) -> float:
