@@ -26,6 +26,9 @@ _SPEAKERS = {
 _THINKING = ("thinking", "reasoning_content", "reasoning")
 _MARKS = ("weight", "train")
 _FIELDS = ("messages", "conversations")
+_REPLIES = ("response", "completion")
+_CALL_IN_TEXT = "<tool_call>"
+"""Begins a call in a text of the assistant, as in Hermes' rows."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +68,19 @@ def conversation_of(row: Row, where: str, turns: str) -> Conversation:
         own.append(_message({"role": "assistant", **row["answer"]}, f"{where}: field 'answer'"))
     else:
         first = len(before)
+        own += _reply(row, own[-1], where)
     marks = _marks(row[name], len(before), where)
     return Conversation(own, tools_of(row, where), _trained(own, first, marks, where, turns))
+
+
+def _reply(row: Row, last: Message, where: str) -> list[Message]:
+    """Returns the answer that a row has as a text beside its messages, if these do not end with it."""
+    name = next((name for name in _REPLIES if isinstance(row.get(name), str)), "")
+    if not name or (last["role"] == "assistant" and last["content"].strip() == row[name].strip()):
+        return []
+    if last["role"] == "assistant":
+        raise ConfigError(f"{where}: the messages end with the assistant's, and field {name!r} has another answer")
+    return messages_of([{"role": "assistant", "content": row[name]}], name, where)
 
 
 def messages_of(said: Sequence[Any], name: str, where: str) -> list[Message]:
@@ -75,7 +89,8 @@ def messages_of(said: Sequence[Any], name: str, where: str) -> list[Message]:
 
 
 def tools_of(row: Row, where: str) -> list[Any] | None:
-    """Returns the tools of a row: a list, also as JSON text. Raises ConfigError."""
+    """Returns the tools of a row as templates want them: from a list, also as JSON text, of functions with or without
+    `type`. Raises ConfigError."""
     said = row.get("tools")
     if said in (None, "", []):
         return None
@@ -86,7 +101,14 @@ def tools_of(row: Row, where: str) -> list[Any] | None:
         raise ConfigError(f"{where}: field 'tools' is no list of tools: {e}") from None
     if not all(isinstance(tool, dict) for tool in found):
         raise ConfigError(f"{where}: field 'tools' must be a list of objects, or JSON text of one")
-    return found or None
+    return [_tool(tool) for tool in found] or None
+
+
+def _tool(said: dict[str, Any]) -> dict[str, Any]:
+    """Returns a tool as OpenAI's chat completions have it, also of a function alone."""
+    if "function" in said or not isinstance(said.get("name"), str):
+        return said
+    return {"type": "function", "function": {key: value for key, value in said.items() if key != "type"}}
 
 
 def check_order(messages: Sequence[Message], where: str) -> None:
@@ -105,6 +127,7 @@ def check_order(messages: Sequence[Message], where: str) -> None:
             raise ConfigError(f"{where}: message {number} {problem}")
         if role != "tool":
             waiting = [call.get("id") for call in message.get("tool_calls", [])]
+            waiting += [None] * (message["content"].count(_CALL_IN_TEXT) if role == "assistant" else 0)
 
 
 def _unasked(message: Message, before: str, waiting: list[str | None]) -> str:

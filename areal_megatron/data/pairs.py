@@ -104,7 +104,7 @@ def read_conversations(row: Row, where: str) -> Conversations:
     if len(better) > 1 or len(worse) > 1:
         if better[:-1] != worse[:-1]:
             raise ConfigError(f"{where}: 'chosen' and 'rejected' differ before their last message")
-        before = better[:-1]
+        before = _with_system(row, better[:-1], where)
     else:
         before = _messages(_prompt(row, where, whole=False), "prompt", where, role="user")
     tools, number = tools_of(row, where), len(before)
@@ -128,7 +128,7 @@ def read_pair(row: Row, where: str) -> tuple[str | Chat, str, str]:
         better, worse = conversations
         if better[:-1] != worse[:-1]:
             raise ConfigError(f"{where}: 'chosen' and 'rejected' differ before their last message")
-        prompt: str | Chat = better[:-1]
+        prompt: str | Chat = _with_system(row, better[:-1], where)
     else:
         prompt = _prompt(row, where)
     last = [turns[-1] for turns in conversations]
@@ -147,11 +147,15 @@ def _prompt(row: Row, where: str, whole: bool = True) -> str | Chat:
     name = next((name for name in _PROMPTS if name in row), "prompt")
     own = {"prompt": row[name]} if name in row else row
     prompt = prompt_of(own, where) if whole else field(own, "prompt", (str, list), where)
-    system = row.get("system")
-    if not system:
+    if not row.get("system"):
         return prompt
-    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    return [{"role": "system", "content": field(row, "system", (str,), where)}, *asked]
+    return _with_system(row, [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt, where)
+
+
+def _with_system(row: Row, messages: Chat, where: str) -> Chat:
+    if not row.get("system"):
+        return messages
+    return [{"role": "system", "content": field(row, "system", (str,), where)}, *messages]
 
 
 def _messages(said: str | Chat, name: str, where: str, role: str = "assistant") -> list[Message]:
@@ -175,7 +179,9 @@ def _of_conversations(
         where, hidden, texts = places[number], tokenizer.hide(), []
         for conversation in conversations:
             shown = renderer.shown(conversation, where, hidden)
-            text = renderer.answer(shown, conversation.trained[0], where, by_marks=False)
+            [last] = conversation.trained
+            text = renderer.answer(shown, last, where, by_marks=False)
+            tokenizer.check_shown(shown.messages[:last], text.text, where)
             texts.append((text.text, hidden, text.messages[0]))
         (better, [(begin, _)]), (worse, _) = tokenizer.spans(texts, [where, where], apart=True)
         answers[number] = better[:begin], better[begin:], worse[begin:]

@@ -30,6 +30,7 @@ _UNCLOSED = re.compile(r"<([A-Za-z_][\w-]*)>\s*\Z")
 _TAIL = 128
 """So many characters of a question are looked at for these: searching takes the square of their number."""
 _INLINE = re.compile(r"\s*<think>(.*?)</think>(.*)\Z", re.DOTALL)
+_RESULT = re.compile(r"\s*<tool_response>\s*(.*?)\s*</tool_response>\s*\Z", re.DOTALL)
 _KEYS = ("reasoning_content", "reasoning", "thinking")
 """Where templates look for the thinking of a message."""
 
@@ -78,8 +79,11 @@ class ConversationRenderer:
         that `shown` and `answer` do."""
         shown = self.shown(conversation, where, self._tokenizer.hide())
         found: list[RenderedText] = []
+        seen = 0
         for number in conversation.trained:
             new = self.answer(shown, number, where)
+            self._tokenizer.check_shown(shown.messages[seen:number], new.text, where, seen + 1)
+            seen = number
             if found and new.text.startswith(found[-1].text):
                 found[-1] = found[-1].continued(new)
             else:
@@ -110,6 +114,8 @@ class ConversationRenderer:
         or shows the messages before it otherwise than when it asks for this one.
         """
         place, marks, said, hidden = f"{where}: message {number + 1}", [], shown.said[number], shown.hidden
+        if not number:
+            raise ConfigError(f"{place} is the assistant's and answers nothing: begin with what it is asked")
         asked = self._tokenizer.rendered(shown.messages[:number], shown.tools, where)
         whole = self._tokenizer.rendered(shown.messages[: number + 1], shown.tools, where, asks=False, marks=marks)
         text, continues = self._continued(asked, whole, said, place, hidden)
@@ -168,7 +174,12 @@ class ConversationRenderer:
         return ""
 
     def _split(self, message: Message) -> Message:
-        """Returns a message with the thinking apart that its content begins with, if the template knows of thinking."""
+        """Returns a message without what the template writes too: an end token after an answer, and tags around a
+        tool's result. Thinking with which an answer begins is apart, if the template knows of thinking."""
+        if message["role"] == "tool" and (tagged := _RESULT.match(message["content"])):
+            return message | ({"content": tagged[1]} if self._tokenizer.template.says("<tool_response>") else {})
+        if message["role"] == "assistant":
+            message = message | {"content": self._tokenizer.unended(message["content"])}
         inline = _INLINE.match(message["content"]) if message["role"] == "assistant" else None
         if not inline or message.get("thinking") or not self._says_think:
             return message

@@ -8,6 +8,7 @@ before it was saved. Texts from outside are text, whatever they say (`control_wo
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Sequence
@@ -117,7 +118,7 @@ class Tokenizer:
                 )
             begun = self.decode(prompts[number][-_TAIL:], special=True) if prompts and self._template else ""
             hidden = self._control.hide()
-            found.append((hidden(_unrepeated(self._unended(text), begun), but=may_write), hidden))
+            found.append((hidden(_unrepeated(self.unended(text), begun), but=may_write), hidden))
         tokens = [[*ids, self.stop_tokens[0]] for ids in self._encoded(found)]
         for ids, place in zip(tokens, places, strict=bool(places)):
             self._check_known(ids, place)
@@ -224,10 +225,28 @@ class Tokenizer:
         """Returns a message of a role, or a part of it, as templates get it: with control words hidden."""
         return hidden(value, but=self._answers_may_write(True) if role == "assistant" else self._beyond)
 
+    def unended(self, text: str) -> str:
+        """Returns an answer without end tokens at its end."""
+        while end := next((word for word in self._ends if text.rstrip().endswith(word)), ""):
+            text = text.rstrip().removesuffix(end)
+        return text
+
     def check_unrendered(self, text: str, place: str) -> None:
         """Raises ConfigError if a message's text is rendered by a chat template already."""
         if self._is_rendered(text):
             raise ConfigError(f"{place} is rendered by a chat template already: give the text alone")
+
+    def check_shown(self, messages: Sequence[dict[str, Any]], text: str, place: str, first: int = 1) -> None:
+        """Raises ConfigError if a rendered text lacks what a message says, be it as JSON; those of the assistant are
+        not looked at, since templates may drop what it thought. Control words are hidden in both. `first` is the number
+        of the first message."""
+        for number, message in enumerate(messages, first):
+            said = message["content"].strip() if message["role"] != "assistant" else ""
+            if said not in text and json.dumps(said, ensure_ascii=False)[1:-1] not in text:
+                raise ConfigError(
+                    f"{place}: the chat template of {self._folder} does not show message {number}, of the role "
+                    f"{message['role']!r}: say it in another message, or give the model another chat template"
+                )
 
     def rendered(
         self,
@@ -374,7 +393,10 @@ class Tokenizer:
         may_write = {"assistant": self._answers_may_write(bool(place))}
         others = self._beyond if place else set()
         shown = [hidden(message, but=may_write.get(message.get("role"), others)) for message in messages]
-        return self.rendered(shown, hidden(tools), place), hidden
+        text = self.rendered(shown, hidden(tools), place)
+        if place:
+            self.check_shown(shown, text, place)
+        return text, hidden
 
     @cached_property
     def _control(self) -> ControlWords:
@@ -429,12 +451,6 @@ class Tokenizer:
     def _answers_may_write(self, checked: bool) -> set[str]:
         """The words that are tokens in an answer. `checked`: those that the model does not have will be refused."""
         return (self._words.keys() - self._marks) - (set() if checked else self._beyond)
-
-    def _unended(self, text: str) -> str:
-        """Returns an answer without end tokens at its end."""
-        while end := next((word for word in self._ends if text.rstrip().endswith(word)), ""):
-            text = text.rstrip().removesuffix(end)
-        return text
 
     def _is_rendered(self, text: str) -> bool:
         """Whether a text begins and ends as one that a chat template has rendered."""

@@ -76,7 +76,7 @@ LLAMA31 = """\
     {%- else %}
         {{- '<|start_header_id|>' + ('ipython' if m.role == 'tool' else m.role) + '<|end_header_id|>\\n\\n' }}
         {%- if m.role == 'user' and tools and loop.index0 < 2 %}{{- (tools | tojson) + '\\n\\n' }}{%- endif %}
-        {{- (m.content | trim) + '<|eot_id|>' }}
+        {{- ((m.content | tojson) if m.role == 'tool' else (m.content | trim)) + '<|eot_id|>' }}
     {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}"""

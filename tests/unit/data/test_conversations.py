@@ -18,6 +18,7 @@ ADD = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
 CALLING = {"role": "assistant", "content": "", "tool_calls": [ADD]}
 TOLD = {"role": "tool", "content": "5"}
 TOOLS = [{"type": "function", "function": {"name": "add"}}]
+AS_TEXT = '<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>'
 FOUR = [USER, HELLO, AGAIN, SUM]
 
 # name: (row, messages, tools, trained)
@@ -116,6 +117,29 @@ FORMS = {
         None,
         (2,),
     ),
+    "Hermes, with calls as text": (
+        {
+            "conversations": [
+                {"from": "human", "value": "Hi"},
+                {"from": "gpt", "value": f"{AS_TEXT}\n{AS_TEXT}"},
+                {"from": "tool", "value": "5"},
+                {"from": "tool", "value": "5"},
+                {"from": "gpt", "value": "5"},
+            ],
+            "tools": json.dumps([{"name": "add"}]),
+        },
+        [USER, {"role": "assistant", "content": f"{AS_TEXT}\n{AS_TEXT}"}, TOLD, TOLD, SUM],
+        TOOLS,
+        (1, 4),
+    ),
+    "tools as OpenAI's responses have them": (
+        {"messages": FOUR[:2], "tools": [{"type": "function", "name": "add"}]},
+        FOUR[:2],
+        TOOLS,
+        (1,),
+    ),
+    "a response beside messages": ({"messages": FOUR[:3], "response": "5"}, FOUR, None, (1, 3)),
+    "the last message once more": ({"messages": FOUR, "completion": "5\n"}, FOUR, None, (1, 3)),
     "TRL, prompt and completion": ({"prompt": FOUR[:3], "completion": [SUM]}, FOUR, None, (3,)),
 }
 
@@ -152,6 +176,10 @@ def test_marked_messages_alone_are_trained(marks):
             "message 3 is the result of call 'd', of which there is none",
         ),
         ({"messages": [SYSTEM, USER]}, "no message is the assistant's"),
+        (
+            {"messages": FOUR, "response": "6"},
+            "the messages end with the assistant's, and field 'response' has another",
+        ),
         ({"messages": "Hi"}, "field 'messages' is str, expected list"),
         ({"messages": []}, "field 'messages' is empty"),
         ({"messages": [USER, SYSTEM, HELLO], "system": "T"}, "message 3 is of system, which comes first"),

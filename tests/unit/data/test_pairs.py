@@ -28,6 +28,10 @@ SHAPES = {
         {"system": "Add.", "question": "What is 1+1?", "chosen": "2", "rejected": "3"},
         [SYSTEM, USER],
     ),
+    "a system beside conversations": (
+        {"system": "Add.", "chosen": [USER, RIGHT], "rejected": [USER, WRONG]},
+        [SYSTEM, USER],
+    ),
     "instruction": ({"instruction": "What is 1+1?", "system": "", "chosen": "2", "rejected": "3"}, "What is 1+1?"),
     "one text": (
         {

@@ -155,6 +155,18 @@ def test_a_chat_template_that_fails_names_the_line(folder, tmp_path, template, p
     assert problem in str(error.value) and "\n" not in str(error.value)
 
 
+def test_a_message_that_the_chat_template_drops_names_the_line(folder, tmp_path):
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages if m['role'] == 'user' %}{{ m['content'] }}{% endfor %}"
+    )
+    dropped = {"prompt": [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}], "answer": "1"}
+    path = write(tmp_path, GOOD, dropped)
+    with pytest.raises(
+        ConfigError, match=r"data.jsonl:2: the chat template of \S+ does not show message 1, of the role 'sy"
+    ):
+        read_prompts(config(folder, train=path), "train", Tokenizer(folder))
+
+
 def test_messages_without_a_chat_template_are_refused(folder, tmp_path):
     path = write(tmp_path, GOOD, {"prompt": [{"role": "user", "content": "b"}], "answer": "1"})
     with pytest.raises(ConfigError, match=r"data.jsonl:2: the prompt is a list of messages, but the model has no chat"):

@@ -66,7 +66,7 @@ HAND_RENDERED = {
         [
             f"{L_BEGIN}{L_ASKS}⟦Hello<|eot_id|>⟧{L_HEAD.format('user')}Sum?<|eot_id|>{L_ASKS}"
             f'⟦{{"name": "add", "parameters": {{"a": 2, "b": 3}}}}<|eot_id|>⟧'
-            f"{L_HEAD.format('ipython')}5<|eot_id|>{L_ASKS}⟦It is 5<|eot_id|>⟧"
+            f'{L_HEAD.format("ipython")}"5"<|eot_id|>{L_ASKS}⟦It is 5<|eot_id|>⟧'
         ],
     ),
     "glm4.5": (
@@ -265,6 +265,21 @@ def test_thinking_inside_the_content_is_the_messages_thinking(tmp_path):
     assert rendered(apart) == rendered(within)
 
 
+def test_what_the_template_writes_too_is_not_repeated(tmp_path):
+    folder, told = folder_of(tmp_path / "model", "qwen3"), {"role": "tool", "content": '{"sum": "5"}'}
+    ended = HELLO | {"content": "Hello<|im_end|>\n"}
+    tagged = told | {"content": f"<tool_response>\n{told['content']}\n</tool_response>\n"}
+    rows = [[HI, hello, SUM, CALLING, result] for hello, result in ((HELLO, told), (ended, told), (HELLO, tagged))]
+    plain, *others = read(tmp_path, folder, *({"messages": row} for row in rows))
+    assert [rendered(other) for other in others] == [rendered(plain)] * 2
+
+
+def test_a_tools_result_that_the_template_shows_as_json_is_seen(tmp_path):
+    row = [HI, CALLING, {"role": "tool", "content": 'Said "5"\nä'}, {"role": "assistant", "content": "It is 5"}]
+    [example] = read(tmp_path, folder_of(tmp_path / "model", "llama3.1"), {"messages": unthinking(row)})
+    assert len(example.samples) == 1
+
+
 def test_samples_end_with_the_last_message_that_fits(tmp_path):
     folder = folder_of(tmp_path / "model", "qwen2.5")
     whole = [HI, {"role": "assistant", "content": "a"}, SUM, {"role": "assistant", "content": "b"}]
@@ -299,6 +314,18 @@ def test_samples_end_with_the_last_message_that_fits(tmp_path):
             "message 2 has content, and the chat template has no place for it",
         ),
         ("llama3.1", {"messages": [HI, CALLING | {"tool_calls": [CALL, CALL]}]}, "the chat template of "),
+        (
+            "qwen2.5",
+            {
+                "messages": [
+                    {"role": "developer", "content": "Be brief."},
+                    HI,
+                    {"role": "assistant", "content": "Hello"},
+                ]
+            },
+            "the chat template of",
+        ),
+        ("qwen3", {"messages": [HELLO, HI]}, "message 1 is the assistant's and answers nothing"),
         ("deepseek", {"messages": [HI, HELLO], "tools": TOOLS}, "has tools, and the chat template shows none"),
         (
             "qwen3",
