@@ -237,9 +237,9 @@ class Tokenizer:
             raise ConfigError(f"{place} is rendered by a chat template already: give the text alone")
 
     def check_shown(self, messages: Sequence[dict[str, Any]], text: str, place: str, first: int = 1) -> None:
-        """Raises ConfigError if a rendered text lacks what a message says, be it as JSON; those of the assistant are
-        not looked at, since templates may drop what it thought. Control words are hidden in both. `first` is the number
-        of the first message."""
+        """Raises ConfigError if a rendered text does not show a message, as it is or as JSON. Control words are hidden
+        in both. The assistant's messages are left out: templates drop thinking. `first`: the number of the first one.
+        """
         for number, message in enumerate(messages, first):
             said = message["content"].strip() if message["role"] != "assistant" else ""
             if said not in text and json.dumps(said, ensure_ascii=False)[1:-1] not in text:
