@@ -3,10 +3,11 @@
     areal evaluate RUN [DATA]         what a run has trained, as the run evaluates itself
     areal evaluate MODEL DATA [--n 8] [--k 1,8] [--temperature 1] [--top-p 1] [--top-k 0]
                                       [--max-new-tokens N] [--reward FUNCTION] [--seed 1] [--device auto] [--tp 1]
-                                      [--vllm FLAG=VALUE …] [--out FOLDER] [--pass-rates FILE.jsonl]
+                                      [--base MODEL] [--vllm FLAG=VALUE …] [--out FOLDER] [--pass-rates FILE.jsonl]
 
-MODEL is a Hugging Face folder or a name on the hub, DATA whatever data.train of a run may be (docs/data.md). Starts one
-vLLM engine, asks it n times for each item and writes OUT/answers.jsonl as answers come, and OUT/result.json at the end.
+MODEL is a Hugging Face folder or a name on the hub, or PEFT's folder of an adapter, whose base is --base or what its
+config names; DATA whatever data.train of a run may be (docs/data.md). Starts one vLLM engine, asks it n times for each
+item and writes OUT/answers.jsonl as answers come, and OUT/result.json at the end.
 The same command with the same OUT resumes an evaluation that was interrupted. Exit code 0: done, 1: the engine failed,
 2: wrong input, 130: interrupted.
 """
@@ -30,6 +31,7 @@ from typing import Any
 
 import msgspec
 
+from areal_megatron.checkpoint import peft
 from areal_megatron.config import (
     Config,
     ConfigError,
@@ -43,9 +45,8 @@ from areal_megatron.data.files import fetch, file_names, records
 from areal_megatron.data.prompts import Prompt, no_problems, read_prompts
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.engine.client import EngineError
-from areal_megatron.hub import hub
 from areal_megatron.launch.engines import slots
-from areal_megatron.launch.evaluation_config import config_of, config_of_run, first_given, run_of
+from areal_megatron.launch.evaluation_config import config_of, config_of_run, find_model, first_given, run_of
 from areal_megatron.launch.local import device_of
 from areal_megatron.launch.supervision.failure import Failure
 from areal_megatron.launch.supervision.hosts import Here
@@ -94,6 +95,8 @@ class OfflineEvaluation:
             if options.max_new_tokens is None:
                 self._fit_length(longest)
         check_model(self.config, trains=False)
+        if self.config.lora.start:
+            peft.open_start(self.config, read_config(self.config.model.path)).close()
         check_for_device(self.config)
         for line in check_options(self.config, python={}):
             _say(f"warning: {line}")
@@ -159,6 +162,8 @@ class OfflineEvaluation:
             "tokenizer": tokenizer,
             "template": template,
             "model_files": files_digest(Path(config.model.path)),
+            "adapter": config.lora.start or None,
+            "adapter_files": files_digest(Path(config.lora.start)) if config.lora.start else None,
             "data": ",".join(own.data.eval for own in config.by_environment() if own.data.eval),
             "rewards": sorted({kind.reward.function for kind in self.kinds}),
             "rows": digest(items),
@@ -404,6 +409,7 @@ def _in_options(problem: str) -> str:
     """Returns an error about a config in the words of this program's options."""
     for key, option in (
         ("model.path: ", ""),
+        ("lora.start: ", ""),
         ("reward.function: ", "--reward: "),
         ("rollout.vllm.", "--vllm "),
         ("rollout.max_new_tokens:", _LENGTH),
@@ -422,7 +428,7 @@ def _whole_numbers(text: str) -> list[int]:
 def _parser() -> Parser:
     parser = Parser("areal_megatron.launch.evaluate", __doc__)
     parser.add_argument(
-        "model", metavar="MODEL", help="Hugging Face folder, OWNER/NAME of the hub, or the folder of a run"
+        "model", metavar="MODEL", help="Hugging Face or PEFT folder, OWNER/NAME of the hub, or the folder of a run"
     )
     parser.add_argument(
         "data",
@@ -442,6 +448,7 @@ def _parser() -> Parser:
         type=int,
         help=f"most tokens of an answer; default: {RolloutConfig.max_new_tokens}, or all that the model has room for",
     )
+    parser.add_argument("--base", help="the model that an adapter is for; default: the one that it names")
     parser.add_argument("--reward", help="as reward.function; default: that of the run, or the format's own, or math")
     parser.add_argument(
         "--workers", type=int, default=default_count(), help="reward processes; default: a quarter of the cores"
@@ -465,6 +472,7 @@ def _parser() -> Parser:
         metavar="FLAG=VALUE",
         help="an option of vLLM, as rollout.vllm, e.g. kv_cache_dtype=fp8; may be repeated",
     )
+    parser.set_defaults(adapter="")  # find_model finds it
     parser.add_argument("--out", type=Path, help="new folder, or one to resume; default: runs/evaluation-N")
     parser.add_argument(
         "--pass-rates",
@@ -507,7 +515,7 @@ def main(arguments: list[str] | None = None) -> int:
         if not run_of(options):
             if not options.data:
                 raise ConfigError("DATA missing: areal evaluate MODEL DATA; the folder of a run brings its own")
-            options.model = hub.model_folder(options.model, "MODEL")
+            find_model(options)
         options.data = options.data and fetch(options.data, "DATA")
         evaluation = OfflineEvaluation(options)
         if options.pass_rates and evaluation.config.environments:

@@ -9,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from areal_megatron.checkpoint import peft
+from areal_megatron.checkpoint.disk import CheckpointError
 from areal_megatron.config import (
     Config,
     ConfigError,
@@ -24,8 +26,10 @@ from areal_megatron.config import (
     config_file,
 )
 from areal_megatron.data.files import fetch
+from areal_megatron.hub import hub
 from areal_megatron.models.architecture import read_config
 from areal_megatron.models.dtypes import ITEMSIZE
+from areal_megatron.models.weight_files import ADAPTER
 from areal_megatron.run.folder import Run
 
 
@@ -33,6 +37,31 @@ def run_of(options: argparse.Namespace) -> Path | None:
     """Returns the run folder that MODEL names, None if it is a model."""
     folder = Path(options.model)
     return folder if (folder / "config.yaml").exists() and not (folder / "config.json").exists() else None
+
+
+def find_model(options: argparse.Namespace) -> None:
+    """Fetches the model of the options, if it is on the hub. Of a PEFT folder `adapter` becomes the folder and `model`
+    the base: --base, or the one that it names. Raises ConfigError."""
+    options.model = hub.model_folder(options.model, "MODEL")
+    folder = Path(options.model)
+    if (folder / ADAPTER).is_file() and not (folder / "config.json").exists():
+        try:
+            _, named = peft.read_description(folder)
+        except CheckpointError as e:
+            raise ConfigError(str(e)) from None
+        options.adapter, options.model = options.model, hub.model_folder(options.base or named, "--base")
+        if not Path(options.model).is_dir():
+            raise ConfigError(
+                f"--base: {folder} is an adapter of {named or 'no model'}, which is not here: name its folder"
+            )
+    elif options.base:
+        raise ConfigError(f"--base: {folder} is no adapter, which has {ADAPTER} and no config.json; leave it out")
+
+
+def _adapter_of(folder: str) -> LoraConfig:
+    """Returns the settings with which an engine serves the adapter of a PEFT folder."""
+    adapter, _ = peft.read_description(Path(folder))
+    return LoraConfig(adapter.rank, adapter.alpha, ",".join(adapter.targets), adapter.use_rslora, start=folder)
 
 
 def export_of(folder: Path) -> Path:
@@ -140,6 +169,7 @@ def config_of(options: argparse.Namespace) -> Config:
         updates=1,
         seed=first_given(options.seed, 1),
         model=ModelConfig(path=str(Path(options.model).absolute()), dtype=dtype if dtype in ITEMSIZE else "bfloat16"),
+        lora=_adapter_of(options.adapter) if options.adapter else LoraConfig(),
         data=DataConfig(train=options.data, eval=options.data, max_prompt_tokens=sys.maxsize),
         machine=MachineConfig(device=options.device),
         rollout=RolloutConfig(
@@ -149,7 +179,7 @@ def config_of(options: argparse.Namespace) -> Config:
         ),
         reshard=ReshardConfig(staging="streamed"),  # no updates: no memory for a second copy of the weights
         reward=RewardConfig(
-            function=options.reward or _reward_of_owner(Path(options.model)),
+            function=options.reward or _reward_of_owner(Path(options.adapter or options.model)),
             workers=options.workers,
             timeout_s=first_given(options.reward_timeout_s, RewardConfig.timeout_s),
             wrong=0.0,

@@ -24,7 +24,7 @@ from areal_megatron.checkpoint.hf_folder import (
     write_file,
     write_weights,
 )
-from areal_megatron.config import ConfigError
+from areal_megatron.config import Config, ConfigError
 from areal_megatron.models.adapter import Adapter, adapted
 from areal_megatron.models.architecture import architecture
 from areal_megatron.process.files import whole_folder
@@ -46,14 +46,30 @@ def load(parameters: Mapping[str, Tensor], layout: Layout, path: str | Path) -> 
         parameters[name].zero_()
     try:
         with closing(HfFolder(Path(path), layout.canonical)) as weights:
-            blocks = BlockBuffers()
-            for piece in layout.pieces:
-                _load_piece(parameters, piece, weights, blocks)
+            _load_pieces(parameters, layout, weights)
     except CheckpointError as e:
         raise ConfigError(f"model.path: {e}") from None
 
 
-def _load_piece(parameters: Mapping[str, Tensor], piece: Piece, weights: HfFolder, blocks: BlockBuffers) -> None:
+@torch.no_grad()
+def load_adapter(factors: Mapping[str, Tensor], layout: Layout, config: Config, hf_config: Mapping[str, Any]) -> None:
+    """Fills `factors`, named and shaped as `layout` has them, from the PEFT folder lora.start. Raises ConfigError."""
+    with closing(peft.open_start(config, hf_config)) as adapter:
+        try:
+            _load_pieces(factors, layout, adapter)
+        except CheckpointError as e:
+            raise ConfigError(f"lora.start: {e}") from None
+
+
+def _load_pieces(parameters: Mapping[str, Tensor], layout: Layout, weights: HfFolder | peft.PeftFolder) -> None:
+    blocks = BlockBuffers()
+    for piece in layout.pieces:
+        _load_piece(parameters, piece, weights, blocks)
+
+
+def _load_piece(
+    parameters: Mapping[str, Tensor], piece: Piece, weights: HfFolder | peft.PeftFolder, blocks: BlockBuffers
+) -> None:
     named = numbers(piece.tensor)
     for single in piece.box.singles(named):
         dtype = weights.dtype(piece.tensor, single.start[:named])

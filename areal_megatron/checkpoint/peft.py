@@ -12,6 +12,7 @@ from numpy import ndarray
 
 from areal_megatron.checkpoint.disk import BoxReader, CheckpointError, OpenFiles, cast, empty, read_box
 from areal_megatron.checkpoint.hf_folder import HfTensor, hf_tensors, safetensors_extents
+from areal_megatron.config import Config, ConfigError
 from areal_megatron.models.adapter import ALL_LINEAR, FACTORS, Adapter, adapted, factor_of, linear_rows
 from areal_megatron.models.architecture import Architecture, architecture
 from areal_megatron.models.pattern import name_at, numbers
@@ -24,6 +25,8 @@ from areal_megatron.run.json_input import read_object
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 """What PEFT's names of factors have before those of the model's layers."""
+_PLAIN = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
+"""Ways to begin an adapter, init_lora_weights, that leave the model's weights as they are; so do true and false."""
 _ABSENT = (
     "alpha_pattern",
     "alora_invocation_tokens",
@@ -85,6 +88,11 @@ def read_description(folder: Path) -> tuple[Adapter, str]:
             raise CheckpointError(f"{file} sets {key}, which these adapters do not have")
     if found.get("bias", "none") != "none":
         raise CheckpointError(f"{file} has bias={printable(repr(found['bias']), 60)}; only none is known")
+    if isinstance(way := found.get("init_lora_weights"), str) and way.lower() not in _PLAIN:
+        raise CheckpointError(
+            f"{file} has init_lora_weights={printable(repr(way), 60)}, with which PEFT changes the base's weights too: "
+            "save it as a plain adapter (PEFT: path_initial_model_for_weight_conversion)"
+        )
     rank, alpha, targets = found.get("r"), found.get("lora_alpha"), found.get("target_modules")
     if type(rank) is not int or not 0 < rank <= 4096:
         raise CheckpointError(f"{file} needs a positive integer r, has {printable(repr(rank), 60)}")
@@ -99,6 +107,34 @@ def read_description(folder: Path) -> tuple[Adapter, str]:
     return Adapter(rank, float(alpha), tuple(names), bool(found.get("use_rslora"))), base if isinstance(
         base, str
     ) else ""
+
+
+def open_start(config: Config, hf_config: Mapping[str, Any]) -> PeftFolder:
+    """Opens the adapter of lora.start, for the model of hf_config. Raises ConfigError if it is damaged, or its
+    shapes or settings are others than the run's."""
+    folder, own, model = Path(config.lora.start), Adapter.of(config.lora), architecture(hf_config)
+    try:
+        found, _ = read_description(folder)
+        if (found.rank, found.scale, found.modules(model)) != (own.rank, own.scale, own.modules(model)):
+            raise CheckpointError(
+                f"{folder} has {found.settings}, and the config asks for {own.settings}: set these so"
+            )
+        return PeftFolder(folder, model, found)
+    except CheckpointError as e:
+        raise ConfigError(f"lora.start: {e}") from None
+
+
+def note_of_base(config: Config) -> str:
+    """Returns a line if the adapter of lora.start names another base than model.path, else nothing: names may differ
+    where the model is the same. Raises CheckpointError."""
+    _, named = read_description(Path(config.lora.start))
+    path = Path(os.path.realpath(config.model.path))
+    of_hub = not os.path.isabs(named) and (
+        Path(named).name == path.name or f"models--{named.replace('/', '--')}" in path.parts
+    )
+    if not named or of_hub or os.path.realpath(named) == str(path):
+        return ""
+    return f"lora.start: {config.lora.start} was trained on {printable(named)}; is model.path={config.model.path} that?"
 
 
 class PeftFolder:
@@ -126,8 +162,9 @@ class PeftFolder:
                 f"{path} has a tensor {printable(other[0])}, which its config or its base does not have"
             )
 
-    def dtype(self, tensor: str) -> str:
-        return self._extents[PREFIX + name_at(tensor, [0] * numbers(tensor))].dtype
+    def dtype(self, tensor: str, numbered: Shape | None = None) -> str:
+        """Returns the dtype of the tensor of a canonical pattern that has these numbers, None for the first one."""
+        return self._extents[PREFIX + name_at(tensor, numbered or [0] * numbers(tensor))].dtype
 
     def read(self, tensor: str, box: Box, out: ndarray, dtype: str) -> None:
         """Fills `out`, an array of the box's shape for elements of `dtype`, with a box of a canonical pattern within

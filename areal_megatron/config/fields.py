@@ -64,6 +64,9 @@ class LoraConfig:
     `all-linear`: those of attention and MLP, of a model with experts those of attention (docs/adapters.md)."""
     use_rslora: bool = key(False, needs="rank")
     """Multiply by alpha/√rank instead (rsLoRA)."""
+    start: str = key("", needs="rank")
+    """Adapter to start from, PEFT's folder or OWNER/NAME[@REVISION] on the Hugging Face hub; its adapter_config.json
+    must agree with the keys above. Empty: an adapter that changes nothing yet."""
     merge: bool = key(False, needs="rank")
     """Send engines whole weights, with the adapters added to them, instead of the adapters."""
 
@@ -387,7 +390,7 @@ class RolloutConfig:
     first_weights: str = key("auto", choices=("auto", "model", "trainers"))
     """Where the weights come from with which an engine begins. `model`: it reads model.path; `trainers`: it reads none
     and is asked nothing until the first version that they publish has arrived; `auto`: `trainers` on GPUs, `model` on
-    CPU, and everywhere if adapters are sent."""
+    CPU, and everywhere if adapters are sent; with lora.start these are read too, and merged ones are sent."""
     kv_policy: str = key("recompute", choices=("recompute", "keep"))
     """What becomes of running requests at a weight update: their KV cache is recomputed under the new weights, or
     kept."""
@@ -714,7 +717,9 @@ class Config:
     def engines_start_empty(self) -> bool:
         """Whether an engine has no weights of its own to generate with before it has committed a version."""
         first = self.rollout.first_weights
-        return first == "trainers" or (first == "auto" and not self.machine.is_cpu and not self.engines_adapt)
+        if first != "auto":
+            return first == "trainers"
+        return not self.engines_adapt and (not self.machine.is_cpu or bool(self.lora.start))
 
     @property
     def longest_sequence(self) -> int:

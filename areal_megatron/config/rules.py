@@ -201,6 +201,11 @@ def _check_lora(config: Config, require: Require) -> None:
     if not config.has_adapters:
         return
     require(
+        not (config.lora.start and config.lora.merge and config.rollout.first_weights == "model"),
+        "rollout.first_weights",
+        "model.path is without the adapter of lora.start, which trainers add to what they send; leave it out",
+    )
+    require(
         config.mode != "reward_model",
         "lora.rank",
         "a reward model's head is no adapter: train it whole, without lora.rank",

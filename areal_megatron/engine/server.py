@@ -79,7 +79,9 @@ def server_command(config: Config, host: str, port: int, part: NodePart = NodePa
     command = [sys.executable, "-m", "areal_megatron.engine.serving"]
     command += ["--model", _model(config)]
     if config.engines_adapt:
-        command += ["--served-model-name", adapters.BASE, "--lora-modules", f"{SERVED_MODEL}={adapters.IN_MEMORY}"]
+        first = str(Path(config.lora.start).absolute()) if config.lora.start else adapters.IN_MEMORY
+        described = json.dumps({"name": SERVED_MODEL, "path": first})
+        command += ["--served-model-name", adapters.BASE, "--lora-modules", described]
     else:
         command += ["--served-model-name", SERVED_MODEL]
     command += ["--host", host, "--port", str(port)]

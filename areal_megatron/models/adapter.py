@@ -55,6 +55,12 @@ class Adapter:
         return asdict(self) | {"targets": list(self.targets)}
 
     @property
+    def settings(self) -> str:
+        """The keys of a config that ask for it."""
+        keys = f"lora.rank={self.rank} lora.alpha={self.alpha:g} lora.targets={','.join(self.targets)}"
+        return keys + " lora.use_rslora=true" * self.use_rslora
+
+    @property
     def scale(self) -> float:
         """What B·A is multiplied by."""
         return self.alpha / (self.rank**0.5 if self.use_rslora else self.rank)

@@ -44,6 +44,7 @@ _DIGESTS = {
     "tokenizer": "another tokenizer",
     "template": "another chat template",
     "model_files": "other files of the model",
+    "adapter_files": "other files of the adapter",
 }
 """What an evaluation was begun with if a setting that is a digest is another one."""
 _encode = msgspec.json.Encoder().encode

@@ -267,15 +267,8 @@ def load(trainer: Trainer, path: Path) -> None:
 def _check_adapter(own: Adapter | None, saved: dict[str, Any] | None) -> None:
     """Raises ValueError unless a checkpoint has the adapters that are trained, or none if none are."""
     if saved != (own and asdict(own)):
-        shown = [
-            f"lora.rank={each['rank']}, alpha={each['alpha']:g}, targets={','.join(each['targets'])}"
-            if each
-            else "no adapters"
-            for each in (saved, own and asdict(own))
-        ]
-        raise ValueError(
-            f"it has {shown[0]}, and the config asks for {shown[1]}; resume it with its own settings of lora"
-        )
+        has, asked = (each.settings if each else "no adapters" for each in (saved and Adapter.of_told(saved), own))
+        raise ValueError(f"it has {has}, and the config asks for {asked}; resume it with its own settings of lora")
 
 
 def _sharded(name: str, learner: Learner) -> dict[str, Any]:

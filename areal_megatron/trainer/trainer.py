@@ -126,8 +126,8 @@ class Trainer:
         return {"policy": self.policy, **({"critic": self.critic.learner} if self.critic else {})}
 
     def _chunks(self) -> pipeline.Chunks:
-        """Builds the policy, with the weights of model.path; in mode reward_model a value model, whose head is zero
-        unless model.path has one."""
+        """Builds the policy, with the weights of model.path and the adapter of lora.start; in mode reward_model a value
+        model, whose head is zero unless model.path has one."""
         config, held = self.config, layout(self.hf_config, self.sizes, self.parallel.rank)
         kind = ValueModel if config.mode == "reward_model" else Policy
         chunks = build_model(config, self.sizes, self.device, kind, replays_routes=True, base=held)
@@ -135,7 +135,9 @@ class Trainer:
         if kind is ValueModel and not own.is_reward_model:
             held, loaded = without_head(held), {name: each for name, each in loaded.items() if not is_head(name)}
         hf.load(loaded, held, config.model.path)
-        if self._adapters:
+        if config.lora.start:
+            hf.load_adapter(factors(chunks), self._adapters, config, self.hf_config)
+        elif self._adapters:
             begin(factors(chunks), self._adapters, config.seed)
         return chunks
 

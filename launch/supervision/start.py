@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from areal_megatron.checkpoint import folder as checkpoint_folder
+from areal_megatron.checkpoint import peft
 from areal_megatron.checkpoint.disk import CheckpointError
 from areal_megatron.checkpoint.folder import SavedCheckpoint
 from areal_megatron.checkpoint.hf_folder import HfFolder
@@ -178,7 +179,7 @@ def check(
     if run is None:
         _check_place(Path(config.runs_dir))
     fetch(config, run, fetched)
-    models = filter(None, (config.model.path, config.ppo.penalty.kl_model, config.reward.model))
+    models = filter(None, (config.model.path, config.lora.start, config.ppo.penalty.kl_model, config.reward.model))
     weights = fetched or all(map(hub.has_weights, models))
     outcome = plan(config, nodes, rollout_nodes, gpu_gib=gpu_gib, weights=weights)
     if outcome.memory.shared and not gpu_gib:
@@ -260,6 +261,9 @@ def fetch(config: Config, run: Run | None = None, weights: bool = True) -> None:
             before = config_file.load(run.config)
     earlier = before.model.path if before else ""
     config.model.path = hub.model_folder(config.model.path, "model.path", weights, earlier, _check_description)
+    if adapter := config.lora.start:
+        earlier = before.lora.start if before else ""
+        config.lora.start = hub.model_folder(adapter, "lora.start", weights, earlier)
     if teacher := config.ppo.penalty.kl_model:
         earlier = before.ppo.penalty.kl_model if before else ""
         config.ppo.penalty.kl_model = hub.model_folder(teacher, "ppo.penalty.kl_model", weights, earlier)
@@ -311,6 +315,10 @@ def _check_tensors(config: Config) -> None:
                 HfFolder.of_model(Path(path), read_config(path)).close()
         except CheckpointError as e:
             raise ConfigError(f"{key}: {e}") from None
+    if config.lora.start:
+        peft.open_start(config, read_config(config.model.path)).close()
+        if note := peft.note_of_base(config):
+            print(f"note: {note}", file=sys.stderr)
 
 
 def _check_same_data(config: Config, run: Run, checkpoint: SavedCheckpoint, members: Sequence[Member]) -> None:

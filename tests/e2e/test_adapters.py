@@ -9,6 +9,7 @@ from areal_megatron.checkpoint.peft import WEIGHTS
 from areal_megatron.observe.metrics import read_metrics
 from areal_megatron.run.folder import Run
 from tests.e2e.test_run import small
+from tests.support.adapter_oracle import write_adapter
 
 KEYS = {"lora.rank": 8, "optimizer.lr": 0.01, "optimizer.warmup_steps": 0, "checkpoint.every": 1}
 KEYS |= {"rollout.max_staleness": 0}  # each update has answers of its own version, to compare
@@ -31,6 +32,18 @@ def test_engines_compute_with_the_adapters_that_are_trained_also_after_a_resume(
     differences = {line["version"]: line["mismatch_max"] for line in updates if "mismatch_max" in line}
     assert {2, 3} & differences.keys() and {4, 5} & differences.keys(), "nothing was compared"
     assert all(0 < found < TOLERANCE for found in differences.values()), differences
+
+
+def test_a_run_starts_from_an_adapter(local_run, world, tmp_path):
+    """Engines have read it from its folder when they sample version 0; where they get merged weights, they wait."""
+    start = write_adapter(tmp_path / "start", world / "model", 8, 4)
+    keys = KEYS | {"lora.start": start, "lora.alpha": 4, "updates": 2}
+    for merge in ("false", "true"):
+        run = local_run(f"started-{merge}", *small(world, **keys, **{"lora.merge": merge}))
+        assert run.wait() == 0, run.output
+        updates = [line for line in read_metrics(Run(run.folder)) if line["kind"] == "update"]
+        differences = [line["logprob_diff_max"] for line in updates]
+        assert len(differences) == 2 and max(differences) < TOLERANCE, differences
 
 
 def test_engines_sample_from_the_adapters_that_trainers_save(local_run, world, tmp_path):

@@ -27,7 +27,7 @@ from areal_megatron.reshard.publish import Publisher, TrainerRank
 from areal_megatron.reshard.session import LinkRef, init_body
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 from areal_megatron.run.folder import Run
-from tests.support.adapter_oracle import DENSE, megatron_factors, merged, random_adapter, vllm_factors
+from tests.support.adapter_oracle import DENSE, adapt, megatron_factors, random_adapter, vllm_factors
 from tests.support.engines import tied
 from tests.support.link_store import open_store
 from tests.support.reshard_oracle import expected_checksums, held_checksums, write_model
@@ -104,9 +104,7 @@ class Server:
         model = transformers.AutoModelForCausalLM.from_pretrained(
             self.model, dtype=torch.float32, attn_implementation="eager"
         )
-        if version:
-            model.load_state_dict(merged(self.tensors, self.factors(version), ALPHA / RANK))
-        return model
+        return adapt(model, self.factors(version), ALPHA / RANK) if version else model
 
     def client(self):
         return EngineClient("engine-0", self.run.endpoint("engine-0", 30), self.run.token, PATIENCE_S)

@@ -13,7 +13,7 @@ from areal_megatron.checkpoint.torch_dist import MODEL_PREFIXES
 from areal_megatron.checkpoint.torch_dist_metadata import stored_tensors
 from areal_megatron.models.weight_files import ADAPTER
 from areal_megatron.run.folder import Run
-from tests.support.low_rank import adapted_oracle
+from tests.support.adapter_oracle import adapted_oracle, write_adapter
 from tests.support.soaking import with_soaked
 from tests.support.tiny_models import load_oracle, save_model
 
@@ -54,13 +54,27 @@ def folder(tmp_path, models):
     return tmp_path
 
 
+def write_start(folder, run, model, targets="all-linear", use_rslora=False):
+    Run(folder / run).create()
+    write_adapter(folder / f"{run}-start", folder / model, 4, 10, targets.split(","), use_rslora=use_rslora)
+
+
 @pytest.mark.parametrize("case", with_soaked(CASES, ()))
 def test_every_layout_trains_adapters_as_one_process_does(folder, on_ranks, case):
     runs = {f"run-{number}": each for number, each in enumerate(CASES[case])}
-    for run in runs:
-        Run(folder / run).create()
+    for run, (model, _, settings) in runs.items():
+        write_start(folder, run, model, **settings)
     [world] = {math.prod(layout.get(size, 1) for size in ("tp", "cp", "pp", "dp")) for _, layout, _ in CASES[case]}
     on_ranks("adapter_checks:check_layouts", world, cases=runs)
+
+
+def test_preferences_are_learned_beside_the_model_without_the_adapter(folder, on_ranks):
+    layouts = [{"tp": 2, "recompute": "full"}, {"pp": 2}, {"dp": 2}]
+    runs = {f"run-{number}": ["qwen3", layout] for number, layout in enumerate(layouts)}
+    for run, (model, _) in {**runs, "alone": ["qwen3_moe", {}]}.items():
+        write_start(folder, run, model)
+    on_ranks("adapter_checks:check_preferences", 1, cases={"alone": ["qwen3_moe", {}]})
+    on_ranks("adapter_checks:check_preferences", 2, cases=runs)
 
 
 def check_files(folder):

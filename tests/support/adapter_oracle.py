@@ -1,36 +1,96 @@
-"""What each rank holds of an adapter, cut by hand from whole factors with chunk and cat, and the model with it.
+"""Low-rank adapters on Hugging Face models in plain PyTorch, by the formula that PEFT implements; their folders; what
+each rank holds of them, cut by hand from whole factors with chunk and cat.
 
-Shares no code with areal_megatron.reshard.
+Factors have PEFT's names without `base_model.model.`. Shares no code with areal_megatron.reshard.
 """
 
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
 import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tests.support.tiny_models import load_oracle
 
 FACTORS = ("lora_A", "lora_B")
 DENSE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """The linear layers of a model without experts and latents."""
+PREFIX = "base_model.model."
 
 
-def random_adapter(tensors, targets, rank, seed):
-    """Returns factors for the model with these tensors, by PEFT's names without `base_model.model.`."""
-    generator, factors = torch.Generator().manual_seed(seed), {}
+def linear_layers(tensors: Mapping[str, Tensor], targets: Sequence[str]) -> dict[str, Tensor]:
+    """Returns the weights of the layers of a model with an adapter, by the layers' names: all but the output layer for
+    `all-linear`, in a model with experts those of attention alone."""
+    inner = () if any(".experts." in name for name in tensors) else ("mlp",)
+    found = {}
     for name, weight in tensors.items():
-        layer = name.removesuffix(".weight")
-        if layer.rpartition(".")[2] in targets and ".experts." not in name:
-            rows, columns = weight.shape
-            for factor, shape in zip(FACTORS, ((rank, columns), (rows, rank)), strict=True):
-                factors[f"{layer}.{factor}.weight"] = 0.1 * torch.randn(shape, generator=generator)
+        *_, block, layer, _ = ("", "", *name.split("."))
+        chosen = block in ("self_attn", *inner) if tuple(targets) == ("all-linear",) else layer in targets
+        if chosen and weight.ndim == 2 and ".experts." not in name:
+            found[name.removesuffix(".weight")] = weight
+    return found
+
+
+def random_adapter(
+    tensors: Mapping[str, Tensor], targets: Sequence[str], rank: int, seed: int = 0
+) -> dict[str, Tensor]:
+    """Returns factors for the model with these tensors."""
+    factors = {}
+    for layer, weight in linear_layers(tensors, targets).items():
+        rows, columns = weight.shape
+        for factor, shape in zip(FACTORS, ((rank, columns), (rows, rank)), strict=True):
+            factors[f"{layer}.{factor}.weight"] = value(f"{layer}.{factor}.weight", shape, seed)
     return factors
 
 
-def merged(tensors, factors, scale):
-    """Returns the tensors of the model that the adapter makes: W + scale · B · A."""
-    result = dict(tensors)
-    for name, b in factors.items():
+def value(name: str, shape: Sequence[int], seed: int = 0) -> Tensor:
+    """Returns a random factor, the same wherever it is asked for by this name."""
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+    return torch.randn(tuple(shape), generator=generator) * 0.1
+
+
+def adapt(model: torch.nn.Module, factors: Mapping[str, Tensor], scale: float) -> torch.nn.Module:
+    """Adds an adapter to a model: what an adapted layer gives is W·x + scale · B·A·x. The factors alone are trained."""
+    model.requires_grad_(False)
+    for name, values in factors.items():
         layer, _, factor = name.removesuffix(".weight").rpartition(".")
-        if factor == "lora_B":
-            a, weight = factors[f"{layer}.lora_A.weight"], tensors[f"{layer}.weight"]
-            result[f"{layer}.weight"] = (weight.double() + scale * b.double() @ a.double()).to(weight.dtype)
-    return result
+        model.get_submodule(layer).register_parameter(factor, torch.nn.Parameter(values.clone()))
+        if factor == FACTORS[0]:
+            model.get_submodule(layer).register_forward_hook(
+                lambda own, inputs, output: output + (inputs[0] @ own.lora_A.T @ own.lora_B.T) * scale
+            )
+    return model
+
+
+def adapted_oracle(folder: Path, rank: int, scale: float, targets: Sequence[str]) -> torch.nn.Module:
+    """Returns the model of a folder with an adapter of random values."""
+    model = load_oracle(folder)
+    return adapt(model, random_adapter(model.state_dict(), targets, rank), scale)
+
+
+def factors_among(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the factors among an adapted model's parameters, or their gradients."""
+    return {f"{name}.weight": each for name, each in tensors.items() if name.endswith(FACTORS)}
+
+
+def write_adapter(
+    folder: Path, base: Path, rank: int, alpha: float, targets: Sequence[str] = ("all-linear",), **settings
+) -> Path:
+    """Writes a folder as PEFT does, with factors of random values; `dtype` among the settings: theirs."""
+    folder.mkdir()
+    dtype = settings.pop("dtype", torch.float32)
+    factors = random_adapter(load_oracle(base).state_dict(), targets, rank)
+    save_file({PREFIX + name: each.to(dtype) for name, each in factors.items()}, folder / "adapter_model.safetensors")
+    names = sorted({name.split(".lora_")[0].rpartition(".")[2] for name in factors})
+    described = {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "target_modules": names, "bias": "none"}
+    described |= {"base_model_name_or_path": str(base), "use_dora": False, "modules_to_save": None, **settings}
+    (folder / "adapter_config.json").write_text(json.dumps(described))
+    return folder
 
 
 def megatron_factors(factors, config, sizes, rank):

@@ -6,6 +6,7 @@ import copy
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,12 @@ from areal_megatron.trainer.batch import pack_trajectories
 from areal_megatron.trainer.objective import trained_logprobs
 from areal_megatron.trainer.trainer import Trainer
 from tests.support import training_oracle as oracle
+from tests.support.adapter_oracle import adapted_oracle, factors_among, value
 from tests.support.comparison import whole_gradients
-from tests.support.low_rank import adapted_oracle, factors, value
 from tests.support.plain_results import make_trajectories, minibatch, update_data
 from tests.support.ranks.checkpoint_checks import update
 from tests.support.ranks.prompt_checks import with_prompts
+from tests.support.ranks.supervised_checks import DPO, STILL, dpo_figures, make_pairs
 from tests.support.ranks.trainer_checks import MiniBatch, make_config, open_trainer
 from tests.support.tiny_models import load_oracle
 
@@ -43,7 +45,7 @@ def adapter_config(folder: Path, family: str, layout: dict, lora: LoraConfig = L
 
 
 def set_random(subject: Trainer) -> None:
-    """Gives the factors the oracle's random values."""
+    """Gives the factors the oracle's random values, as a run does that starts from its folder."""
     fill(subject, value)
     for optimizer in subject.policy.optimizer._distributed():
         optimizer._copy_model_params_to_main_params()
@@ -86,7 +88,7 @@ def compute(config: Config) -> dict[str, Any]:
     learner.reference = load_oracle(folder)  # without adapters
     learner.ppo_update(*update_data())
     trained = {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad}
-    return {"logprobs": torch.cat(logprobs), "gradient": factors(gradient), "trained": factors(trained)}
+    return {"logprobs": torch.cat(logprobs), "gradient": factors_among(gradient), "trained": factors_among(trained)}
 
 
 def pieces(subject: Trainer, held: dict, expected: dict):
@@ -99,13 +101,11 @@ def pieces(subject: Trainer, held: dict, expected: dict):
 def check_layouts(folder: Path, rank: int, cases: dict[str, list]) -> None:
     """Log-probabilities, gradients, their norm and an update with adapters are those of plain code, in every layout.
 
-    cases: run folder → model, layout, settings of lora.
+    cases: run folder → model, layout, settings of lora. Each starts from a PEFT folder.
     """
     for run, (model, layout, settings) in cases.items():
-        lora = LoraConfig(**{"rank": 4, "alpha": 10.0, **settings})
+        lora = LoraConfig(**{"rank": 4, "alpha": 10.0, **settings, "start": str(folder / f"{run}-start")})
         with open_trainer(folder, rank, adapter_config(folder, model, layout, lora), run) as subject:
-            check_begin(subject)
-            set_random(subject)
             expected = plain(subject, f"adapters-{lora.targets}-{Adapter.of(lora).scale}")
             check_logprobs(subject, expected["logprobs"])
             check_frozen(subject)
@@ -145,6 +145,10 @@ def check_logprobs(subject: Trainer, expected: torch.Tensor) -> None:
 def check_gradient(subject: Trainer, expected: dict[str, torch.Tensor], cap: int, shares: bool) -> None:
     """Each part is within 3e-6 of the norm of the whole gradient, which is also the norm for clipping."""
     MiniBatch(subject, *content(), shares_prompts=shares).forward_backward(cap)
+    compare_gradients(subject, expected)
+
+
+def compare_gradients(subject: Trainer, expected: dict[str, torch.Tensor]) -> None:
     norm = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
     assert norm > 0.1
     assert (error := abs(subject.policy.optimizer.gradient_norm() / norm - 1)) < 1e-5, f"the norm is off by {error:.1e}"
@@ -161,9 +165,30 @@ def check_update(subject: Trainer, expected: dict[str, torch.Tensor]) -> None:
     assert all(torch.equal(values, before[name]) for name, values in subject.policy.parameters().items())
 
 
+def check_preferences(folder: Path, rank: int, cases: dict[str, list]) -> None:
+    """A step of DPO with adapters, whose reference is the model without them, is that of plain code.
+
+    cases: run folder → model, layout. Each starts from a PEFT folder.
+    """
+    for run, (model, layout) in cases.items():
+        lora = replace(LORA, start=str(folder / f"{run}-start"))
+        config = replace(make_config(folder, model, layout, optimizer=STILL, lora=lora), mode="dpo", dpo=DPO)
+        policy = adapted_oracle(folder / model, lora.rank, Adapter.of(lora).scale, lora.names).double()
+        pairs = make_pairs(7, seed=1)
+        expected = dpo_figures(policy, load_oracle(folder / model).double(), pairs)
+        expected.pop("objective").backward()
+        expected = {name: float(value) for name, value in expected.items()}
+        gradient = factors_among({name: p.grad for name, p in policy.named_parameters() if p.requires_grad})
+        with open_trainer(folder, rank, config, run) as subject:
+            metrics = subject.supervised.step(pairs)
+            assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-6, abs=1e-6)
+            compare_gradients(subject, gradient)
+
+
 def check_straight(folder: Path, rank: int, family: str, layout: dict) -> None:
     """Makes four updates, saves after two of them, and keeps metrics and factors in files."""
     with open_trainer(folder, rank, adapter_config(folder, family, layout), "straight") as subject:
+        check_begin(subject)
         set_random(subject)
         saver = checkpoint.Saver(subject)
         metrics = update(subject, 0, 2, saver)
@@ -221,7 +246,7 @@ def check_other(folder: Path, rank: int, family: str) -> None:
     """A checkpoint of other adapters is refused in one line, and so is one of adapters by a run without any."""
     wider = adapter_config(folder, family, {}, LoraConfig(rank=8, alpha=10.0))
     cases = {
-        "other": (wider, r"it has lora.rank=4, alpha=10, .*config asks for lora.rank=8"),
+        "other": (wider, r"it has lora.rank=4 lora.alpha=10 .*config asks for lora.rank=8"),
         "none": (make_config(folder, family, {}), "config asks for no adapters"),
     }
     for run, (config, problem) in cases.items():

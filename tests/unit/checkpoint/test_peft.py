@@ -4,14 +4,17 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from areal_megatron.checkpoint.convert import from_peft, to_hf, to_peft
 from areal_megatron.checkpoint.disk import CheckpointError
-from areal_megatron.checkpoint.peft import WEIGHTS
+from areal_megatron.checkpoint.peft import WEIGHTS, note_of_base, open_start
+from areal_megatron.config import Config, ConfigError, LoraConfig, ModelConfig
+from areal_megatron.models.architecture import read_config
 from areal_megatron.models.weight_files import ADAPTER, SINGLE
 from areal_megatron.programs.convert import main
-from tests.support.low_rank import adapted_oracle, linear_layers, value
+from tests.support import adapter_oracle
+from tests.support.adapter_oracle import adapted_oracle, linear_layers
 from tests.support.tiny_models import load_oracle, save_model
 
 RANK, ALPHA = 3, 5
@@ -24,20 +27,8 @@ def bases(tmp_path_factory):
     return {name: save_model(name, folder / name) for name in ("qwen3", "glm4_moe", "moonlight")}
 
 
-def write_adapter(folder, base, targets=("all-linear",), dtype=torch.float32, **settings):
-    """Writes a folder as PEFT does: factors of random values."""
-    folder.mkdir()
-    tensors = {}
-    for name, layer in linear_layers(load_oracle(base), targets).items():
-        for factor, shape in (("lora_A", (RANK, layer.in_features)), ("lora_B", (layer.out_features, RANK))):
-            own = f"{name}.{factor}.weight"
-            tensors[f"base_model.model.{own}"] = value(own, shape).to(dtype)
-    save_file(tensors, folder / WEIGHTS)
-    names = sorted({name.split(".lora_")[0].rpartition(".")[2] for name in tensors})
-    described = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": names, "bias": "none"}
-    described |= {"base_model_name_or_path": str(base), "use_dora": False, "modules_to_save": None, **settings}
-    (folder / ADAPTER).write_text(json.dumps(described))
-    return folder
+def write_adapter(folder, base, targets=("all-linear",), **settings):
+    return adapter_oracle.write_adapter(folder, base, RANK, ALPHA, targets, **settings)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +42,7 @@ def write_adapter(folder, base, targets=("all-linear",), dtype=torch.float32, **
 )
 def test_folders_come_back_bit_for_bit(tmp_path, bases, name, targets, dtype):
     """Also by way of a checkpoint, and whatever the name of the base is in the folder."""
-    folder = write_adapter(tmp_path / "adapter", bases[name], targets, dtype, base_model_name_or_path="elsewhere")
+    folder = write_adapter(tmp_path / "adapter", bases[name], targets, dtype=dtype, base_model_name_or_path="elsewhere")
     from_peft(folder, tmp_path / "checkpoint", base=bases[name], verify=True)
     to_peft(tmp_path / "checkpoint", tmp_path / "again", verify=True)
     before, after = (load_file(path / WEIGHTS) for path in (folder, tmp_path / "again"))
@@ -75,7 +66,7 @@ def test_a_merged_model_is_the_sum(tmp_path, bases, name, rslora):
     expected = adapted_oracle(bases[name], RANK, scale, ["all-linear"])(tokens).logits
     torch.testing.assert_close(load_oracle(tmp_path / "merged")(tokens).logits, expected, atol=2e-5, rtol=0)
     base, merged = load_file(bases[name] / SINGLE), load_file(tmp_path / "merged" / SINGLE)
-    layers = {f"{path}.weight" for path in linear_layers(load_oracle(bases[name]), ["all-linear"])}
+    layers = {f"{path}.weight" for path in linear_layers(load_oracle(bases[name]).state_dict(), ["all-linear"])}
     assert base.keys() == merged.keys()
     assert {key for key in base if not torch.equal(base[key], merged[key])} == layers
 
@@ -102,6 +93,7 @@ MISTAKES = {
     "pattern": ({"target_modules": ".*proj"}, "needs a list of names as target_modules"),
     "kind": ({"peft_type": "IA3"}, "has peft_type='IA3'; only LORA is known"),
     "bias": ({"bias": "all"}, "has bias='all'"),
+    "beginning": ({"init_lora_weights": "pissa_niter_4"}, "with which PEFT changes the base's weights too"),
     "rank": ({"r": "8"}, "needs a positive integer r, has '8'"),
     "alpha": ({"lora_alpha": None}, "needs a positive number lora_alpha"),
     "base": (
@@ -122,6 +114,42 @@ def test_another_kind_of_adapter(tmp_path, bases, mistake, capsys):
         to_hf(folder, tmp_path / "merged")
     assert main(["from-peft", str(folder), str(tmp_path / "checkpoint")]) == 2
     assert capsys.readouterr().err.startswith("error: ") and not (tmp_path / "checkpoint").exists()
+
+
+STARTS = {
+    "rank": ({"rank": RANK + 1}, r"adapter has lora.rank=3 .*, and the config asks for lora.rank=4 .*: set these so"),
+    "alpha": ({"alpha": 9.0}, "lora.alpha=5 .* the config asks for lora.rank=3 lora.alpha=9 "),
+    "scale": ({"use_rslora": True}, "the config asks for .* lora.use_rslora=true"),
+    "targets": ({"targets": "q_proj,v_proj"}, "the config asks for .* lora.targets=q_proj,v_proj"),
+    "none": ({"start": "nowhere"}, "cannot read nowhere/adapter_config.json: No such file"),
+}
+
+
+@pytest.mark.parametrize("mistake", STARTS)
+def test_an_adapter_to_start_from_has_the_settings_of_the_run(tmp_path, bases, mistake):
+    changes, problem = STARTS[mistake]
+    folder = write_adapter(tmp_path / "adapter", bases["qwen3"])
+    lora = LoraConfig(**{"rank": RANK, "alpha": ALPHA, "start": str(folder), **changes})
+    config = Config(model=ModelConfig(path=str(bases["qwen3"])), lora=lora)
+    with pytest.raises(ConfigError, match=f"^lora.start: .*{problem}"):
+        open_start(config, read_config(bases["qwen3"]))
+
+
+def test_an_adapter_to_start_from_is_one_of_the_model(tmp_path, bases):
+    """Other shapes are refused; another name of the base is told, since one model may have several."""
+    folder = write_adapter(tmp_path / "adapter", bases["qwen3"], base_model_name_or_path="Owner/Other-8B")
+    config = Config(model=ModelConfig(path=str(bases["qwen3"])), lora=LoraConfig(RANK, ALPHA, start=str(folder)))
+    open_start(config, read_config(bases["qwen3"])).close()
+    assert "was trained on Owner/Other-8B; is model.path=" in note_of_base(config)
+    for path in ("Other-8B", "models--Owner--Other-8B/snapshots/0123456789"):
+        config.model.path = str(tmp_path / path)
+        assert note_of_base(config) == ""
+    wide = save_model("qwen3", tmp_path / "wide", intermediate_size=160)
+    with pytest.raises(ConfigError, match=r"^lora.start: .*mlp.* has shape .* it is of another base"):
+        open_start(config, read_config(wide))
+    (folder / ADAPTER).write_text((folder / ADAPTER).read_text().replace("Owner/Other-8B", str(wide)))
+    config.model.path = str(wide)
+    assert note_of_base(config) == ""
 
 
 def test_a_damaged_file(tmp_path, bases):
