@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
 
-from areal_megatron.config import Config, ConfigError
+from areal_megatron.config import Config, ConfigError, LoraConfig
 from areal_megatron.model_check import trained_config
 from areal_megatron.planning.forecast.accelerators import Accelerator
 from areal_megatron.planning.forecast.layouts import Cluster
@@ -18,6 +18,7 @@ from areal_megatron.planning.forecast.lengths import AnswerLengths
 from areal_megatron.planning.forecast.pace import draw_batches
 from areal_megatron.planning.forecast.search import Found, Proposal, Search, SearchBounds
 from areal_megatron.planning.forecast.trainer_time import TrainerTime
+from areal_megatron.planning.forecast.weights_time import WeightsTime
 from areal_megatron.planning.length_options import add_lengths, given_lengths
 from areal_megatron.planning.memory import plan_memory
 from areal_megatron.planning.memory.parts import GIB
@@ -73,6 +74,19 @@ def described_time(seconds: Mapping[str, float], gpu: Accelerator) -> str:
     rest = sorted(((name, each / total) for name, each in seconds.items() if name != "useful"), key=lambda r: -r[1])
     others = ", ".join(f"{name} {share:.0%}" for name, share in rest if share >= 0.005)
     return f"an update on the trainers, {gpu.name}: {total:,.1f} s, MFU {seconds['useful'] / total:.0%}; {others}"
+
+
+def described_weights(config: Config, gpu: Accelerator) -> str:
+    """Returns a line about an update of the engines; with adapters also about one of all weights."""
+
+    def times(of: Config) -> str:
+        found = WeightsTime.of(of, trained_config(of), gpu)
+        return f"{1e3 * found.transfer:,.0f} ms on their way, a pause of {1e3 * found.commit:,.0f} ms"
+
+    if not config.engines_adapt:
+        return f"new weights for the engines, {gpu.name}: {times(config)}"
+    whole = times(replace(config, lora=LoraConfig()))
+    return f"new adapters for the engines, {gpu.name}: {times(config)}; all weights would be {whole}"
 
 
 def search(

@@ -24,6 +24,7 @@ from areal_megatron.planning.best import (
     assumed_lengths,
     check_alone,
     described_time,
+    described_weights,
     report,
     search,
     slow,
@@ -220,7 +221,7 @@ def main(arguments: list[str] | None = None) -> int:
         times = {}
         if options.gpu and config.mode == "rl":
             times = trainer_time(planned.memory.recompute.apply(config), gpu, lengths, len(nodes[0].slots))
-            print(described_time(times, gpu))
+            print(described_time(times, gpu), described_weights(config, gpu), sep="\n")
         for warning in [*planned.warnings, *check_options(config, python={}), *(slow(found) if found else ())]:
             print(f"warning: {warning}", file=sys.stderr)
         figures = planned.report() | ({"trainer_s": times} if times else {}) | (report(found) if found else {})

@@ -77,6 +77,15 @@ def test_preferences_are_learned_beside_the_model_without_the_adapter(folder, on
     on_ranks("adapter_checks:check_preferences", 2, cases=runs)
 
 
+def test_memory_is_what_is_planned(folder, on_ranks):
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+    save_model("qwen3", folder / "wide", **sizes)
+    cases = {"bfloat16": ("bfloat16", "none"), "float32": ("float32", "none"), "full": ("bfloat16", "full")}
+    for run in cases:
+        Run(folder / run).create()
+    on_ranks("adapter_checks:check_memory", 1, model="wide", cases=cases)
+
+
 def check_files(folder):
     """What ranks gather is what the converter reads of their checkpoint, and transformers loads the sum of both."""
     shutil.copy(folder / "adapter" / ADAPTER, folder / "last")

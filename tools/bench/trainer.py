@@ -3,7 +3,7 @@
     python tools/bench/trainer.py [--model demo] [--layers N] [--draw short|equal|long-tail …] [--answers 256]
                                   [--group 8] [--prompt 6] [--median 24] [--sigma 1.0] [--longest 256] [--cap 2048]
                                   [--minibatches 4] [--dtype float32] [--recompute none] [--repetitions 9]
-                                  [--threads 1] [--json FILE]
+                                  [--lora RANK] [--threads 1] [--json FILE]
 
 A folder with random weights is made; lengths are drawn and packed as in a run; then the real trainer and the plain loop
 (tools/bench/plain_loop.py) train the same batch in turn, in one process. `short`: the demo's additions; `equal`: every
@@ -14,8 +14,8 @@ The plain loop computes each answer with its prompt, and so does the trainer bes
 trainer with trainer.share_prompts, where the packer finds that this pays. tokens/s counts each prompt with each answer.
 MFU is that of the useful FLOPs (models/flops.py: every token once, forward, backward and in the proximal pass) against
 a large product in the same repetition. Memory is what the process takes beyond what it had before, against that of
-`areal plan`. Last come the lines that make the host wait for the device (tools/bench/synchronisations.py), in one
-update.
+`areal plan`. With --lora the trainer then trains the batch with adapters of this rank on all linear layers. Last come
+the lines that make the host wait for the device (tools/bench/synchronisations.py), in one update.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ from areal_megatron.config import (
     Config,
     ConfigError,
     DataConfig,
+    LoraConfig,
     MachineConfig,
     ModelConfig,
     OptimizerConfig,
@@ -237,6 +238,12 @@ def measure(
         times = compare(trainer, plain, part, shared, options.repetitions)
         with synchronisations(kept_on_host(trainer)) as seen:
             trainer.train_batch(part)
+    if options.lora:
+        adapted, own = Run(folder / "adapters"), replace(config, lora=LoraConfig(rank=options.lora))
+        adapted.create()
+        with Trainer(own, adapted, 0) as trainer:
+            took = [timed(partial(trainer.train_batch, part), device) for _ in range(options.repetitions + 1)][1:]
+        adapters = spread(one / whole for one, whole in zip(took, times["trainer"], strict=True))
     flops, product = useful_flops(part, hf), Product(device, torch.float32).flops
     rates = [product / took for took in times.pop(PRODUCT)]
     planned = trainer_memory(config, hf, torch.cuda.is_available()).total
@@ -260,6 +267,7 @@ def measure(
             for name, own in times.items()
         },
         "product_flop_per_s": spread(rates),
+        "adapters": adapters if options.lora else None,
         "memory": {"peak_bytes": memory, "planned_bytes": planned},
         "synchronisations": [site._asdict() | {"count": n, "reason": reason(site)} for site, n in sorted(seen.items())],
     }
@@ -275,6 +283,8 @@ def table(row: dict[str, Any]) -> str:
         ratio = cell(row["ratio"][name]) if name in row["ratio"] else ""
         best = "  ← the fastest packed" if name == row["packed"] else ""
         lines.append(f"{name:<26}{cell(figure, 0, 10)}   {row['mfu'][name]['median']:>6.1%}   {ratio}{best}")
+    if row["adapters"]:
+        lines.append(f"time of an update of adapters over one of all weights: {cell(row['adapters'])}")
     norms, memory = row["gradient_norms"], row["memory"]
     lines += [
         f"gradient norm of the first update: {', '.join(f'{name} {norm:.6g}' for name, norm in norms.items())}",
@@ -318,6 +328,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--minibatches", type=positive, default=4, help="optimizer steps of a batch")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     parser.add_argument("--recompute", choices=("none", "elementwise", "mlp", "full"), default="none")
+    parser.add_argument("--lora", type=positive, metavar="RANK", help="adapters beside all weights")
     parser.add_argument("--threads", type=positive, default=1, help="of torch, without a GPU")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)

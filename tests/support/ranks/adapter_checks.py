@@ -11,14 +11,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from areal_megatron.checkpoint import hf
 from areal_megatron.config import Config, CorrectionConfig, LoraConfig, PenaltyConfig, PPOConfig
+from areal_megatron.data.examples import Sample
 from areal_megatron.models.adapter import Adapter
 from areal_megatron.models.pattern import numbers
 from areal_megatron.packing.partition import split
+from areal_megatron.planning.memory.trainer import stage_memory
 from areal_megatron.reshard.boxes import Box
 from areal_megatron.run.folder import RunError
 from areal_megatron.trainer import checkpoint, pipeline
@@ -28,7 +34,7 @@ from areal_megatron.trainer.trainer import Trainer
 from tests.support import training_oracle as oracle
 from tests.support.adapter_oracle import adapted_oracle, factors_among, value
 from tests.support.comparison import whole_gradients
-from tests.support.plain_results import make_trajectories, minibatch, update_data
+from tests.support.plain_results import TOKENS, make_trajectories, minibatch, update_data
 from tests.support.ranks.checkpoint_checks import update
 from tests.support.ranks.prompt_checks import with_prompts
 from tests.support.ranks.supervised_checks import DPO, STILL, dpo_figures, make_pairs
@@ -183,6 +189,64 @@ def check_preferences(folder: Path, rank: int, cases: dict[str, list]) -> None:
             metrics = subject.supervised.step(pairs)
             assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-6, abs=1e-6)
             compare_gradients(subject, gradient)
+
+
+def check_memory(folder: Path, rank: int, model: str, cases: dict[str, tuple]) -> None:
+    """Factors, their gradients and optimizer states take 18 bytes a parameter, and the peak of a step is the plan's.
+
+    cases: run folder → dtype, recompute.
+    """
+    tokens = np.random.default_rng(1).integers(0, TOKENS, 512, dtype=np.int32)
+    sample = Sample(tokens, np.arange(1, len(tokens)), len(tokens) - 1)
+    for run, (dtype, recompute) in cases.items():
+        layout = {"microbatch_tokens": len(tokens), "recompute": recompute}
+        config = replace(make_config(folder, model, layout, lora=LoraConfig(rank=16), dtype=dtype), mode="sft")
+        with open_trainer(folder, rank, config, run) as subject:
+            subject.supervised.step([sample])  # the optimizer makes its states in its first step
+            with Alive() as made:
+                subject.supervised.step([sample])
+            trained = sum(values.numel() for values in subject.policy.factors().values())
+            held = sum(states_of(subject).values())
+            assert held == pytest.approx((18 if dtype == "bfloat16" else 16) * trained, rel=0.01)
+            base = sum(values.nbytes for values in subject.policy.parameters().values())
+            plan = stage_memory(config, subject.hf_config, 0, on_cuda=False)
+            assert base + held + made.peak == pytest.approx(plan.total, rel=0.1), (run, plan)
+
+
+def states_of(subject: Trainer) -> dict[str, int]:
+    """Returns the bytes of what is trained, of its gradients, and of the optimizer's states."""
+    optimizer = subject.policy.optimizer
+    buffers = [buffer for chunk in subject.policy.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    states = [moments[name] for moments in optimizer._moments() for name in ("exp_avg", "exp_avg_sq")]
+    if subject.config.model.dtype != "float32":
+        states += [main for group in optimizer.megatron.param_groups for main in group["params"]]
+    return {
+        "parameters": sum(buffer.param_data.nbytes for buffer in buffers),
+        "gradients": sum(buffer.grad_data.nbytes for buffer in buffers),
+        "optimizer": sum(each.nbytes for each in states),
+    }
+
+
+class Alive(TorchDispatchMode):
+    """Finds the most bytes that are alive at a time of what is computed within it."""
+
+    def __init__(self):
+        super().__init__()
+        self.peak, self._alive = 0, {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        given = {storage.cdata for storage, _ in self._storages((args, kwargs))}
+        result = function(*args, **(kwargs or {}))
+        made = {storage.cdata: (storage, size) for storage, size in self._storages(result)}
+        alive = self._alive | {key: each for key, each in made.items() if key not in given}
+        self._alive = {key: each for key, each in alive.items() if not each[0].expired()}
+        self.peak = max(self.peak, sum(size for _, size in self._alive.values()))
+        return result
+
+    @staticmethod
+    def _storages(tree):
+        tensors = (each for each in tree_leaves(tree) if isinstance(each, torch.Tensor))
+        return [(StorageWeakRef(each.untyped_storage()), each.untyped_storage().nbytes()) for each in tensors]
 
 
 def check_straight(folder: Path, rank: int, family: str, layout: dict) -> None:

@@ -43,9 +43,8 @@ def test_a_batch_is_packed_and_its_useful_flops_counted(tmp_path):
 @pytest.mark.parametrize("model", ["demo", "experts"])
 def test_the_plain_loop_trains_as_the_trainer_does(model, tmp_path):
     report = tmp_path / "report.json"
-    options = (
-        f"--model {model} --layers 2 --answers 24 --cap 200 --minibatches 2 --repetitions 1 --draw short long-tail"
-    )
+    options = f"--model {model} --layers 2 --answers 24 --cap 200 --minibatches 2 --repetitions 1 --lora 4"
+    options += " --draw short long-tail"
     command = [sys.executable, "-m", "tools.bench.trainer", *options.split(), "--json", str(report)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -57,6 +56,7 @@ def test_the_plain_loop_trains_as_the_trainer_does(model, tmp_path):
         assert set(norms) == {"trainer", "padded", "packed, block mask", "packed, call a length"}
         assert norms == pytest.approx(dict.fromkeys(norms, norms["trainer"]), rel=1e-4)
         assert row["packed"].startswith("packed") and set(row["ratio"]) == set(norms) - {"trainer"} | {SHARED}
+        assert row["adapters"]["median"] > 0
         assert 0 < row["mfu"]["trainer"]["median"] < 1 and row["memory"]["planned_bytes"] > 0
         assert any("clip_grads" in found["file"] for found in row["synchronisations"])
 

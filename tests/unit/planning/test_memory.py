@@ -32,6 +32,7 @@ from areal_megatron.engine import kv_cache
 from areal_megatron.models.architecture import architecture, read_config
 from areal_megatron.models.flops import SequenceFlops
 from areal_megatron.planning import plan
+from areal_megatron.planning.forecast.accelerators import accelerator
 from areal_megatron.planning.memory import activations, engine_memory, plan_memory
 from areal_megatron.planning.memory.parts import GIB
 from areal_megatron.planning.memory.trainer import (
@@ -866,9 +867,10 @@ def with_adapters(**lora) -> Config:
     )
 
 
-def factors_of_a_rank(hf, tp: int, rank: int) -> int:
+def factors_of_a_rank(hf, tp: int, rank: int, head_dim: int = 0) -> int:
     """Counts A and B of all linear layers by hand: A whole and B's rows, or B whole and A's columns."""
-    hidden, inner, d = hf["hidden_size"], hf["intermediate_size"], hf["hidden_size"] // hf["num_attention_heads"]
+    hidden, inner = hf["hidden_size"], hf["intermediate_size"]
+    d = head_dim or hidden // hf["num_attention_heads"]
     query, key = hf["num_attention_heads"] * d, hf["num_key_value_heads"] * d
     by_rows = [(query, hidden), (key, hidden), (key, hidden), (inner, hidden), (inner, hidden)]
     by_columns = [(hidden, query), (hidden, inner)]
@@ -896,6 +898,22 @@ def test_merged_weights_are_a_copy_of_those_with_adapters():
     in_float32 = 2 * 4 * DENSE["hidden_size"] * 2 * DENSE["intermediate_size"] // 4  # gate and up, and their product
     # norms and biases have no adapters
     assert parts["merged weights"] == pytest.approx(2 * linear + in_float32, rel=0.001)
+
+
+def test_a_plan_tells_when_engines_have_adapters_and_when_all_weights(capsys, monkeypatch):
+    """From the busiest of four trainer ranks to one of tp=4: its factors, or its share of the weights, in 2 bytes."""
+    monkeypatch.chdir(ROOT)
+    arguments = "rollout.engines=1 trainer.tp=4 trainer.pp=1 trainer.dp=1 lora.rank=32 --nodes 1 --gpus 8 --gpu h100"
+    path = ROOT / "configs/models/Qwen3-32B"
+    assert plan.main([str(ROOT / "configs/qwen3_32b.yaml"), f"model.path={path}", *arguments.split()]) == 0
+    line = next(each for each in capsys.readouterr().out.splitlines() if each.startswith("new adapters for the"))
+    adapters, pause, whole, whole_pause = (float(found.replace(",", "")) for found in re.findall(r"([\d,]+) ms", line))
+    hf = read_config(path)
+    gpu = accelerator("h100")
+    rate = gpu.network * gpu.efficiencies.links / 1e3
+    assert adapters == pytest.approx(2 * factors_of_a_rank(hf, 4, 32, hf["head_dim"]) / rate, abs=0.5)
+    assert whole == pytest.approx(2 * 32.76e9 / 4 / rate, rel=0.01)
+    assert 20 <= pause < whole_pause
 
 
 def test_a_checkpoint_of_adapters_is_small():
