@@ -516,6 +516,8 @@ def main(arguments: list[str] | None = None) -> int:
             if not options.data:
                 raise ConfigError("DATA missing: areal evaluate MODEL DATA; the folder of a run brings its own")
             find_model(options)
+        elif options.base:
+            raise ConfigError(f"--base: {options.model} is a run, which has its model; leave it out")
         options.data = options.data and fetch(options.data, "DATA")
         evaluation = OfflineEvaluation(options)
         if options.pass_rates and evaluation.config.environments:

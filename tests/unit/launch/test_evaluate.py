@@ -32,6 +32,7 @@ from areal_megatron.run.folder import Run
 from areal_megatron.workflows.sampling import Decoding
 from areal_megatron.workflows.scoring import Score
 from areal_megatron.workflows.single_turn import SingleTurn
+from tests.support.adapter_oracle import write_adapter
 from tests.support.reshard_oracle import CONFIG
 from tests.unit.controller.test_evaluation import Kept
 
@@ -447,6 +448,30 @@ def test_a_run_with_adapters_is_evaluated_by_its_whole_model(world, tmp_path):
     config = evaluate.config_of_run(evaluate._options([str(run)]), run)
     assert config.model.path == str(run / "hf") and not config.engines_adapt
     assert "--enable-lora" not in engine_arguments(config)
+
+
+def test_what_cannot_be_evaluated_of_an_adapter_is_said_in_one_line(world, tmp_path, capsys):
+    base, data, run = world / "model", tmp_path / "eval.jsonl", tmp_path / "mine"
+    data.write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    run.mkdir()
+    (run / "config.yaml").write_text("name: mine\nupdates: 1\nmodel: {path: m}\ndata: {train: t}\n")
+    adapter = write_adapter(tmp_path / "adapter", base, 3, 6, base_model_name_or_path="/nowhere/model")
+    partial = write_adapter(tmp_path / "partial", base, 3, 6, ["q_proj"])
+    (partial / "adapter_model.safetensors").write_bytes((adapter / "adapter_model.safetensors").read_bytes())
+
+    def refused(*arguments):
+        assert evaluate.main([*map(str, arguments), "--out", str(tmp_path / "out")]) == 2
+        (line,) = [each for each in capsys.readouterr().err.splitlines() if each.startswith("error: ")]
+        return line
+
+    assert "adapter is an adapter of /nowhere/model, which is not here: name its folder" in refused(adapter, data)
+    assert "model is no adapter, which has adapter_config.json and no config.json" in refused(
+        base, data, "--base", base
+    )
+    assert "mine is a run, which has its model; leave it out" in refused(run, "--base", base)
+    assert "has a tensor base_model.model.model.layers.0.mlp" in refused(partial, data)
+    (adapter / "adapter_config.json").write_text("[]")
+    assert "adapter_config.json" in refused(adapter, data, "--base", base)
 
 
 def test_a_mistake_in_a_runs_workflow_is_told_before_an_engine_is_started(world, tmp_path, monkeypatch):
