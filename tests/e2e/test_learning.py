@@ -1,5 +1,5 @@
 """Learning, not luck: three seeds of the demo, the same run with rewards that say nothing, the demo in float16, with
-both pools on one slot, and with models of other families."""
+adapters, with both pools on one slot, and with models of other families."""
 
 import json
 import subprocess
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from areal_megatron.checkpoint.peft import WEIGHTS
 from areal_megatron.observe.metrics import read_metrics
 from areal_megatron.run.folder import Run
 from tests.conftest import ROOT
@@ -100,6 +101,23 @@ def test_the_demo_learns_in_float16(tmp_path):
     assert before < 0.6 and after >= 0.9
     assert skipped < 0.05 * 4 * len(updates)  # of four steps an update
     assert max(differences) < 0.03
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+def test_the_demo_learns_with_adapters(tmp_path):
+    """Its engines get factors alone, and sample from what trainers have."""
+    out = tmp_path / "demo"
+    command = [sys.executable, "tools/demo.py", f"--out={out}", "lora.rank=8", "optimizer.lr=1e-3"]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=1500)
+    before, after = demo.accuracy(out / "rl")
+    updates = [line for line in read_metrics(Run(out / "rl")) if line["kind"] == "update"]
+    differences = [line["logprob_diff_max"] for line in updates if "logprob_diff_max" in line]
+    sent = max(line["weights_bytes"] for line in updates)
+    print(f"adapters: {before:.3f} → {after:.3f}, {sent:,} bytes an update, differences up to {max(differences):.1e}")
+    assert before < 0.6 and after >= 0.9
+    assert sent <= (out / "rl" / "adapter" / WEIGHTS).stat().st_size
+    assert max(differences) < 1e-4
 
 
 @pytest.mark.soak
