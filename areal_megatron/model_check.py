@@ -10,7 +10,15 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from areal_megatron.config import Config, ConfigError, LoraConfig, PPOConfig, TrainerConfig
+from areal_megatron.config import (
+    Config,
+    ConfigError,
+    LoraConfig,
+    PPOConfig,
+    RolloutConfig,
+    ServedConfig,
+    TrainerConfig,
+)
 from areal_megatron.models.adapter import Adapter, served
 from areal_megatron.models.architecture import (
     Architecture,
@@ -100,8 +108,8 @@ def check_model(config: Config, weights: bool = True, trains: bool = True) -> No
         engine_layout.layout(hf, engine_layout.EngineSizes.of(config.rollout), 0, served(config, hf))
         _check_heads(config, model.dimensions)
         _check_length(config, hf, path)
-        if config.reward.model:
-            _check_reward_model(config, weights)
+        for name in config.served_models:
+            _check_served(config, name, weights)
     if weights:
         _check_files(Path(path), engines_read=config.mode == "rl" and not config.engines_start_empty)
     if not config.is_supervised and config.ppo.penalty.kl_model:
@@ -154,22 +162,36 @@ def _check_teacher(config: Config, weights: bool) -> None:
         raise ConfigError(str(e).replace("model.path", "ppo.penalty.kl_model", 1)) from None
 
 
-def _check_reward_model(config: Config, weights: bool) -> None:
-    path = config.reward.model
+def _check_served(config: Config, name: str, weights: bool) -> None:
+    """Raises ConfigError if engines cannot serve a model beside the policy."""
+    own, rates = config.served_models[name], name == "reward"
     try:
-        if not Path(path).is_dir():
-            raise ConfigError(f"model.path: there is no folder {path}")
-        model = replace(config.model, path=path)
-        alone = replace(config, mode="reward_model", trainer=TrainerConfig(), model=model, lora=LoraConfig())
-        check_model(alone, weights)
-        model = architecture(read_config(path))
-        if not model.is_reward_model:
-            raise ConfigError(f"model.path: {path} is no reward model but a {model.name}; mode=reward_model trains one")
+        if not Path(own.path).is_dir():
+            raise ConfigError(f"model.path: there is no folder {own.path}")
+        alone = replace(
+            config,
+            mode="reward_model" if rates else "rl",
+            model=replace(config.model, path=own.path, dtype=config.model.dtype if own.dtype == "model" else own.dtype),
+            data=replace(config.data, max_prompt_tokens=1),
+            rollout=RolloutConfig(tp=own.tp, max_new_tokens=1, first_weights="model"),
+            trainer=TrainerConfig(),
+            ppo=PPOConfig(),
+            lora=LoraConfig(),
+            served=ServedConfig(),
+        )
+        check_model(alone, weights, trains=rates)
+        model = architecture(read_config(own.path))
+        if rates and not model.is_reward_model:
+            raise ConfigError(
+                f"model.path: {own.path} is no reward model but a {model.name}; mode=reward_model trains one"
+            )
         _check_heads(alone, model.dimensions)
         if weights:
-            _check_files(Path(path), engines_read=True)
+            _check_files(Path(own.path), engines_read=True)
     except ConfigError as e:
-        raise ConfigError(str(e).replace("model.path", "reward.model", 1)) from None
+        place = f"served.{name}"
+        said = str(e).replace("model.path", f"{place}.path", 1).replace("rollout.tp", f"{place}.tp", 1)
+        raise ConfigError(said) from None
 
 
 def _check_adapter(

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from areal_megatron.config import Config, ConfigError, config_file
+from areal_megatron.config import SERVED, Config, ConfigError, config_file
 from areal_megatron.launch.supervision import start
 from areal_megatron.launch.supervision.orders import module_of
 from areal_megatron.launch.supervision.start import Beginning
@@ -66,11 +66,14 @@ def text(beginning: Beginning, python: Mapping[str, Sequence[str]]) -> str:
     of another interpreter for a pool."""
     config, checkpoint = beginning.config, beginning.checkpoint
     pools = [("controller", "controller"), ("trainer", "trainer rank"), ("rollout", "engine")]
+    pools += [(model, f"{model} engine") for model in config.served_models]
     counts = {kind: (pool, len(beginning.plan.placement.pool(pool))) for pool, kind in pools}
     whence = f"resumed from {checkpoint.folder}, policy version {checkpoint.version}" if checkpoint else "a new run"
     lines = [beginning.plan.table(), "", f"would start {beginning.run.folder}, {whence}:"]
     for kind, (pool, count) in counts.items():
         if count:
-            command = " ".join([*python.get(pool, ["python"]), "-m", module_of(config, pool)])
+            command = " ".join(
+                [*python.get("rollout" if pool in SERVED else pool, ["python"]), "-m", module_of(config, pool)]
+            )
             lines.append(f"  {count:,} {kind}{'s' * (count > 1)}: {command}")
     return "\n".join(lines)

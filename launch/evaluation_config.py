@@ -16,12 +16,14 @@ from areal_megatron.config import (
     ConfigError,
     DataConfig,
     EvalConfig,
+    JudgeConfig,
     LoraConfig,
     MachineConfig,
     ModelConfig,
     ReshardConfig,
     RewardConfig,
     RolloutConfig,
+    ServedConfig,
     TrainerConfig,
     config_file,
 )
@@ -31,6 +33,7 @@ from areal_megatron.models.architecture import read_config
 from areal_megatron.models.dtypes import ITEMSIZE
 from areal_megatron.models.weight_files import ADAPTER
 from areal_megatron.run.folder import Run
+from areal_megatron.workflows.workflow import WORKFLOWS
 
 
 def run_of(options: argparse.Namespace) -> Path | None:
@@ -87,8 +90,14 @@ def config_of_run(options: argparse.Namespace, folder: Path) -> Config:
             f"{folder}/hf DATA"
         )
     rollout, reward = trained.rollout, trained.reward
-    if any(own.reward.of_model for own in trained.by_environment()) and not options.reward:
-        raise ConfigError(f"{folder} was scored by a reward model, which has engines of its own: name another --reward")
+    if any(own.reward.of_served for own in trained.by_environment()) and not options.reward:
+        raise ConfigError(f"{folder} was scored by a served model, which has engines of its own: name another --reward")
+    asks = any(own.rollout.workflow not in WORKFLOWS for own in trained.by_environment())
+    if asks and (helpers := [name for name in trained.served_models if name != "reward"]):
+        raise ConfigError(
+            f"{folder} has workflows that may ask served.{helpers[0]}, which has engines of its own: data.eval is "
+            f"evaluated during a run; here evaluate the model with single turns, areal evaluate {folder}/hf DATA"
+        )
     if options.data:
         trained = replace(trained, environments=[], data=replace(trained.data, eval=options.data))
     if options.max_new_tokens:
@@ -126,10 +135,9 @@ def config_of_run(options: argparse.Namespace, folder: Path) -> Config:
             workers=options.workers,
             timeout_s=first_given(options.reward_timeout_s, reward.timeout_s),
             group_function="",
-            model="",
-            model_engines=1,
-            model_tp=1,
+            judge=JudgeConfig(),
         ),
+        served=ServedConfig(),
     )
 
 
@@ -138,7 +146,7 @@ def _reward_of_owner(model: Path) -> str:
     for folder in (model.absolute().parent, model.absolute().parent.parent):
         if (folder / "config.yaml").exists() and (folder / "incarnations").is_dir():
             trained = config_file.load_run(folder)
-            if trained.mode == "rl" and not trained.environments and not trained.reward.of_model:
+            if trained.mode == "rl" and not trained.environments and not trained.reward.of_served:
                 if trained.reward.function != RewardConfig.function:
                     print(
                         f"the reward is that of {folder}, {trained.reward.function}; --reward names another",

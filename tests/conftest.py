@@ -149,14 +149,13 @@ class LocalRun:
         return value
 
     def pid(self, name: str) -> int:
-        """Returns the process id of the controller, a trainer rank or an engine (vLLM's server on its port)."""
+        """Returns the process id of the controller, a trainer rank, or an engine of any model (vLLM's server on its
+        port)."""
         role, _, index = name.partition("-")
         sign = {
             "controller": lambda command: "areal_megatron.controller.controller" in command,
             "trainer": lambda command: TRAINERS & {*command} and command[-1] == index,
-            "engine": lambda command: Run(self.folder).endpoint(name).rpartition(":")[2] in command,
-            "reward": lambda command: Run(self.folder).endpoint(name).rpartition(":")[2] in command,
-        }[role]
+        }.get(role, lambda command: Run(self.folder).endpoint(name).rpartition(":")[2] in command)
         return next(p.pid for p in psutil.Process(self.process.pid).children() if sign(command_of(p)))
 
     def members(self) -> list[psutil.Process]:

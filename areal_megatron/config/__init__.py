@@ -2,6 +2,7 @@
 
 from areal_megatron.config.fields import (
     CRITIC_ALGORITHMS,
+    SERVED,
     TRACKERS,
     CheckpointConfig,
     Config,
@@ -12,6 +13,7 @@ from areal_megatron.config.fields import (
     DPOConfig,
     EnvironmentConfig,
     EvalConfig,
+    JudgeConfig,
     LoraConfig,
     MachineConfig,
     ModelConfig,
@@ -21,6 +23,8 @@ from areal_megatron.config.fields import (
     ReshardConfig,
     RewardConfig,
     RolloutConfig,
+    ServedConfig,
+    ServedModelConfig,
     SFTConfig,
     TrackConfig,
     TrainerConfig,
@@ -32,6 +36,7 @@ from areal_megatron.config.rules import check
 
 __all__ = [
     "CRITIC_ALGORITHMS",
+    "SERVED",
     "TRACKERS",
     "CheckpointConfig",
     "Config",
@@ -42,6 +47,7 @@ __all__ = [
     "DataConfig",
     "EnvironmentConfig",
     "EvalConfig",
+    "JudgeConfig",
     "LoraConfig",
     "MachineConfig",
     "ModelConfig",
@@ -52,6 +58,8 @@ __all__ = [
     "RewardConfig",
     "RolloutConfig",
     "SFTConfig",
+    "ServedConfig",
+    "ServedModelConfig",
     "TrackConfig",
     "TrainerConfig",
     "check",

@@ -236,6 +236,7 @@ def is_key(key: str) -> bool:
 def nearest(key: str) -> str:
     """Returns the key that is probably meant by one that there is not, "" if none is like it."""
     same_leaf = [known for known in _FIELDS if known.split(".")[-1] == key.split(".")[-1]]
+    same_leaf = difflib.get_close_matches(key, same_leaf, 1, cutoff=0)
     sections = () if "." in key else _SECTIONS
     near = difflib.get_close_matches(key, [*_FIELDS, *sections], 1)
     return find(key, OTHER_NAMES) or (same_leaf or near or [""])[0]

@@ -484,19 +484,52 @@ class CheckpointConfig:
     """Longest time for writing one; then the run ends with an error. One that cannot be written is given up."""
 
 
+JUDGE_PROMPT = """\
+Grade the response to a question by the reference answer.
+
+Question:
+{prompt}
+
+Reference answer:
+{answer}
+
+Response:
+{response}
+
+Does the final answer of the response agree with the reference answer? Think, then end with the line "Verdict: 1" if it
+does, or "Verdict: 0" if it does not."""
+"""What a judge is asked by default."""
+
+
+@dataclass
+class JudgeConfig:
+    """What served.judge is asked with reward.function=judge (docs/rewards.md)."""
+
+    prompt: str = ""
+    """The question to the judge. `{prompt}`, `{response}` and `{answer}` in it stand for what a row says. Empty:
+    JUDGE_PROMPT of areal_megatron/config/fields.py: whether the response agrees with the row's answer."""
+    verdict: str = r"Verdict:\s*(-?\d+(?:\.\d+)?)"
+    """Regular expression with one group, the number; its last match in an answer of the judge is the verdict."""
+    worst: float = 0.0
+    """The number that becomes score 0 …"""
+    best: float = 1.0
+    """… and the number that becomes score 1. Others must lie between them."""
+    samples: int = key(1, at_least=1, at_most=64)
+    """How often the judge is asked about a response; the score is the mean of its verdicts."""
+
+    @property
+    def question(self) -> str:
+        """`prompt`, or the default."""
+        return self.prompt or JUDGE_PROMPT
+
+
 @dataclass
 class RewardConfig:
     function: str = "math"
-    """`math`; `choice`; `code`; `model`; the http:// or https:// address of a service; or the import path
+    """`math`; `choice`; `code`; `model`; `judge`; the http:// or https:// address of a service; or the import path
     `package.module:function` of `f(prompt, response, answer) -> float`, or of one that takes a `row` as well
     (docs/rewards.md)."""
-    model: str = ""
-    """For reward.function=model: the reward model, given as `model.path`, which engines of a pool of their own serve
-    (docs/rewards.md)."""
-    model_engines: int = key(1, at_least=1)
-    """Engines that serve the reward model."""
-    model_tp: int = key(1, at_least=1)
-    """Tensor-parallel size of such an engine."""
+    judge: JudgeConfig = field(default_factory=JudgeConfig)
     group_function: str = ""
     """Adds named terms to the rewards of a group's answers: the import path `package.module:function` of
     `f(prompt, answer, answers) -> {name: [a number for each]}` (docs/rewards.md). Empty: nothing is added."""
@@ -504,7 +537,8 @@ class RewardConfig:
     """Processes that score answers, one answer at a time each. 0: a quarter of the cores that the controller may use, 1
     to 32."""
     timeout_s: float = key(10.0, above=0)
-    """How long a reward may take, in seconds; after that it has failed."""
+    """How long a reward may take, in seconds; after that it has failed. Default: 10, and with a judge a quarter more
+    than served.judge.timeout_s."""
     retry_s: float = key(60.0, at_least=0)
     """How long a reward that failed is tried again, in seconds, with growing pauses and at least once; then its answer
     is not trained. Also for episodes whose workflow fails."""
@@ -531,9 +565,61 @@ class RewardConfig:
         return self.function == "model"
 
     @property
+    def of_judge(self) -> bool:
+        """Whether a judge scores the answers."""
+        return self.function == "judge"
+
+    @property
+    def of_served(self) -> bool:
+        """Whether a model that is served beside the policy scores the answers."""
+        return self.of_model or self.of_judge
+
+    @property
+    def needs_answers(self) -> bool:
+        """Whether rows need a right answer."""
+        return not self.of_model and not (self.of_judge and "{answer}" not in self.judge.question)
+
+    @property
     def is_own(self) -> bool:
-        """Whether `function` is an import path: neither built in, nor a model, nor a service."""
+        """Whether `function` is an import path: neither built in, nor a served model, nor a service."""
         return ":" in self.function and "://" not in self.function
+
+
+SERVED = ("user", "judge", "teacher", "reward")
+"""The names of the models that may be served beside the policy, as ServedConfig has them."""
+
+
+@dataclass
+class ServedModelConfig:
+    """A frozen model that engines of its own serve to workflows and rewards (docs/served.md)."""
+
+    path: str = ""
+    """The model, given as `model.path`. Empty: none is served."""
+    engines: int = key(1, at_least=1, needs="path")
+    """Engines that serve it."""
+    tp: int = key(1, at_least=1, needs="path")
+    """Tensor-parallel size of such an engine."""
+    dtype: str = key("model", choices=("model", "bfloat16", "float16", "float32"), needs="path")
+    """Dtype of its parameters; `model`: that of the policy, model.dtype."""
+    max_length: int = key(0, at_least=0, needs="path")
+    """Most tokens of a question and its answer. 0: 1,024 more than the longest prompt and answer of the policy, but not
+    more than the model takes."""
+    max_new_tokens: int = key(1024, at_least=1, needs="path")
+    """Most tokens of its answer, as far as max_length leaves room."""
+    temperature: float = key(1.0, at_least=0, needs="path")
+    """Temperature at which its answers are sampled; 0: the most likely token always."""
+    timeout_s: float = key(120.0, above=0, needs="path")
+    """Longest time for an answer, in seconds; then it is asked for again."""
+
+
+@dataclass
+class ServedConfig:
+    """The models that are served beside the policy."""
+
+    user: ServedModelConfig = field(default_factory=ServedModelConfig)
+    judge: ServedModelConfig = field(default_factory=ServedModelConfig)
+    teacher: ServedModelConfig = field(default_factory=ServedModelConfig)
+    reward: ServedModelConfig = field(default_factory=ServedModelConfig)
 
 
 @dataclass
@@ -631,6 +717,7 @@ class Config:
     reshard: ReshardConfig = field(default_factory=ReshardConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    served: ServedConfig = field(default_factory=ServedConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     track: TrackConfig = field(default_factory=TrackConfig)
     environments: list[EnvironmentConfig] = field(default_factory=list)
@@ -665,6 +752,12 @@ class Config:
     def reads_rows(self) -> bool:
         """Whether a function of the user gets whole rows: a reward or a workflow."""
         return self.reward.is_own or ":" in self.rollout.workflow
+
+    @property
+    def served_models(self) -> dict[str, ServedModelConfig]:
+        """The models that are served beside the policy, by name."""
+        named = {name: getattr(self.served, name) for name in SERVED} if self.mode == "rl" else {}
+        return {name: model for name, model in named.items() if model.path}
 
     @property
     def trainer_ranks(self) -> int:
@@ -737,11 +830,14 @@ CRITIC_ALGORITHMS = ("ppo", "ppo_sequence")
 
 def decide_defaults(config: Config, given: Container[str]) -> None:
     """Sets the keys whose defaults other keys decide, except those in `given` (dotted keys): the published settings of
-    ppo.algorithm, a warm-up of at most a tenth of the run, and the checkpoint interval of supervised runs."""
+    ppo.algorithm, a warm-up of at most a tenth of the run, the checkpoint interval of supervised runs, and the time of
+    a judge."""
     defaults: dict[str, Any] = {"checkpoint.every": 200} if config.is_supervised else {}
     if config.ppo.algorithm in PUBLISHED:
         defaults |= PUBLISHED[config.ppo.algorithm].defaults
     defaults["optimizer.warmup_steps"] = min(OptimizerConfig().warmup_steps, max(config.optimizer_steps, 0) // 10)
+    if any(own.reward.of_judge for own in config.by_environment()):
+        defaults["reward.timeout_s"] = 1.25 * config.served.judge.timeout_s
     for place, value in defaults.items():
         if place not in given:
             section, name = place.split(".")

@@ -74,7 +74,8 @@ _NAMES = {
     "sft.max_tokens": "max_seq_length max_seq_len cutoff_len sequence_len",
     "reward.function": """reward_funcs reward_fn reward_function custom_rm_path rm_type rm_url remote_rm_url reward_func
         custom_reward_function custom_reward_function.path custom_reward_function.name reward_fn_path""",
-    "reward.model": "reward_model_path reward_model.path rm_path reward_pretrain reward_model.model.path",
+    "served.reward.path": """reward.model reward_model_path reward_model.path rm_path reward_pretrain
+        reward_model.model.path""",
     "reward.truncated": "mask_truncated_completions overlong_buffer overlong_filtering overlong_buffer.enable",
     "eval.every": """test_freq eval_steps eval_interval val_period val_check_interval eval_every evaluation_steps
         eval_freq""",

@@ -43,7 +43,8 @@ def check(config: Config, where: Callable[[str], str] = lambda key: key) -> None
     _check_ppo(config, require)
     _check_lora(config, require)
     _check_environments(config, require)
-    _check_reward_model(config, require)
+    _check_served(config, require)
+    _check_judge(config, require)
     for mode, section in (("sft", config.sft), ("dpo", config.dpo)):
         for f in fields(section) if config.mode != mode else ():
             require(_is_default(section, f.name), f"{mode}.{f.name}", f"has no meaning without mode={mode}")
@@ -127,16 +128,35 @@ def _check_options(config: Config, require: Require) -> None:
     passed_through.check_recomputation(trainer.megatron, trainer.recompute, require)
 
 
-def _check_reward_model(config: Config, require: Require) -> None:
-    reward, wanted = config.reward, any(own.reward.of_model for own in config.by_environment())
-    require(not wanted or reward.model != "", "reward.model", "reward.function=model needs the folder of the model")
-    for name in ("model", "model_engines", "model_tp") if not wanted else ():
-        require(_is_default(reward, name), f"reward.{name}", "has no meaning without reward.function=model")
+def _check_served(config: Config, require: Require) -> None:
+    wanted, reward = any(own.reward.of_model for own in config.by_environment()), config.served.reward
     require(
-        not wanted or not config.machine.shared,
-        "machine.shared",
-        "engines of a reward model have slots of their own: set it to false",
+        not wanted or reward.path != "", "served.reward.path", "reward.function=model needs the folder of the model"
     )
+    require(wanted or not reward.path, "served.reward.path", "has no meaning without reward.function=model")
+    for name in ("max_new_tokens", "temperature", "timeout_s"):
+        require(_is_default(reward, name), f"served.reward.{name}", "has no meaning: a reward model writes no answers")
+    for name in config.served_models:
+        require(
+            not config.machine.shared,
+            "machine.shared",
+            f"engines of served.{name} have slots of their own: set it to false",
+        )
+
+
+def _check_judge(config: Config, require: Require) -> None:
+    wanted, judge = any(own.reward.of_judge for own in config.by_environment()), config.reward.judge
+    require(not wanted or config.served.judge.path != "", "served.judge.path", "reward.function=judge needs a judge")
+    for f in fields(judge) if not wanted else ():
+        require(_is_default(judge, f.name), f"reward.judge.{f.name}", "has no meaning without reward.function=judge")
+    require("{response}" in judge.question, "reward.judge.prompt", "must hold {response}, which the judge is to rate")
+    try:
+        groups = re.compile(judge.verdict).groups
+    except re.error as e:
+        groups = 0
+        require(False, "reward.judge.verdict", f"{judge.verdict!r} is no regular expression: {e}")
+    require(groups == 1, "reward.judge.verdict", f"must have one group in (…), the number, has {groups}")
+    require(judge.worst != judge.best, "reward.judge.best", f"must differ from reward.judge.worst={judge.worst:g}")
 
 
 def _check_ppo(config: Config, require: Require) -> None:

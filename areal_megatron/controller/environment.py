@@ -36,16 +36,17 @@ class Environments:
     """All of a run, with their reward workers; those with equal rewards share them. Workflows share their workers."""
 
     def __init__(self, configs: Sequence[Config], run: Run | None = None, output: Path | None = None):
-        """`configs`: one for each environment; `run`: that whose reward engines score, if they do. What rewards and
+        """`configs`: one for each environment; `run`: that whose served models are asked, if any are. What rewards and
         workflows print is appended to the file `output`; None: it goes to stderr."""
         self.all: list[Environment] = []
         self._workers: list[RewardWorkers] = []
+        folder = run.folder if run else ""
         has_workflows = any(own.rollout.workflow != SINGLE_TURN for own in configs)
-        self._episodes = EpisodeWorkers(configs, output) if has_workflows else None
+        self._episodes = EpisodeWorkers(configs, output, folder) if has_workflows else None
         for number, own in enumerate(configs):
             same = next((k for k in range(number) if configs[k].reward == own.reward), None)
             if same is None:
-                workers = RewardWorkers(own.reward, own.model.path, run.folder if run else "", output)
+                workers = RewardWorkers(own.reward, own.model.path, folder, output)
             else:
                 workers = self.all[same].scorer.workers
             scorer = Scorer(own.reward, workers, own.rollout.max_new_tokens)

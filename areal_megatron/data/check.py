@@ -48,7 +48,7 @@ def check_data(
         tokenizer.check_same(config.ppo.penalty.kl_model, "ppo.penalty.kl_model")
     _check_weights(config)
     train = _read(config, "train", tokenizer, problems_of, say)
-    _check_reward_models(config, train)
+    _check_served(config, train)
     cursor(config, train)
     _check_pass_rates(config, train)
     _check_environments(config, train)
@@ -65,14 +65,20 @@ def check_data(
     return train
 
 
-def _check_reward_models(config: Config, prompts: Sequence[Prompt]) -> None:
-    """Raises ConfigError if a reward model cannot read a prompt that it is to score answers to."""
+def _check_served(config: Config, prompts: Sequence[Prompt]) -> None:
+    """Raises ConfigError if the tokenizer of a served model cannot be used, or if a reward model cannot read a prompt
+    that it is to score answers to."""
+    readers = {}
+    for name, model in config.served_models.items():
+        try:
+            readers[name] = Tokenizer(model.path, untried=True)
+            readers[name].check()
+        except ConfigError as e:
+            raise ConfigError(str(e).replace("model.path", f"served.{name}.path", 1)) from None
     for number, own in enumerate(config.by_environment()):
         if own.reward.of_model:
             asked = [prompt for prompt in prompts if prompt.environment == number]
-            reader = Tokenizer(own.reward.model, untried=True)
-            reader.check()
-            reader.prompts([prompt.text for prompt in asked], [prompt.where for prompt in asked])
+            readers["reward"].prompts([prompt.text for prompt in asked], [prompt.where for prompt in asked])
 
 
 def _check_weights(config: Config) -> None:
@@ -188,11 +194,12 @@ def _check_pass_rates(config: Config, prompts: Sequence[Prompt]) -> None:
 
 def _check_rewards(config: Config, prompts: Sequence[Prompt], key: str) -> None:
     """Raises ConfigError if a row's format is made for a built-in reward other than the configured one. A
-    reward model takes any."""
-    functions = [own.reward.function for own in config.by_environment()]
+    served model takes any."""
+    rewards = [own.reward for own in config.by_environment()]
     for prompt in prompts:
-        function = functions[prompt.environment]
-        if function == "model":
+        reward = rewards[prompt.environment]
+        function = reward.function
+        if reward.of_served:
             continue
         if ":" not in function and prompt.reward not in ("", function):
             raise ConfigError(

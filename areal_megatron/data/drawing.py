@@ -111,9 +111,10 @@ class Drawing(msgspec.Struct, kw_only=True):
         for number, (before, after) in enumerate(zip(self.environments, now.environments, strict=True)):
             place = f"environments.{number}: " if len(now.environments) > 1 else ""
             for key, value in after.items():
-                if key == "reward.model" and _differ(before.get(key, ""), value):
-                    return f"{place}{key}: the checkpoint was made with another reward model"
-                if key != "reward.model" and key in before and before[key] != value:
+                of_model = key.startswith("served.")
+                if of_model and _differ(before.get(key, ""), value):
+                    return f"{place}{key}: the checkpoint was made with another model"
+                if not of_model and key in before and before[key] != value:
                     return f"{place}{key}: {value}, but the checkpoint was made with {before[key] or 'none'}"
         return ""
 
@@ -181,7 +182,11 @@ def settings_of(config: Config) -> list[dict[str, Any]]:
         return []
     return [
         {key: attrgetter(key)(own) for key in _SETTINGS}
-        | ({"reward.model": _digest_of_model(Path(own.reward.model))} if own.reward.of_model else {})
+        | {
+            f"served.{name}.path": _digest_of_model(Path(model.path))
+            for name, model in own.served_models.items()
+            if name != "reward" or own.reward.of_model
+        }
         for own in config.by_environment()
     ]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from areal_megatron.config import Config, ConfigError
+from areal_megatron.config import Config, ConfigError, RewardConfig
 from areal_megatron.data.drawing import Drawing, digest_of, functions_of, joined, settings_of, stated
 from areal_megatron.data.files import Record, row_shares, rows
 from areal_megatron.data.formats import Chat, Item, added_sentence, read_item, text_of
@@ -90,13 +90,13 @@ def usable_rows(
     (`problems_of`), is left out and counted in `left_out`. Raises ConfigError for the reasons `read_prompts` does.
     """
     left_out = LeftOut.none() if left_out is None else left_out
-    functions = [own.reward.function for own in config.by_environment()]
-    problem_with = {function: problems_of(function) for function in functions}
+    rewards = [own.reward for own in config.by_environment()]
+    problem_with = {reward.function: problems_of(reward.function) for reward in rewards}
     found = []
     for record in rows(config, key):
-        function = functions[record.environment]
+        reward = rewards[record.environment]
         try:
-            found.append((record, _item(record, config.seed, function, problem_with[function])))
+            found.append((record, _item(record, config.seed, reward, problem_with[reward.function])))
         except ConfigError as e:
             if config.data.unusable_rows == "refuse":
                 raise
@@ -117,9 +117,9 @@ def read_prompts(
     data.max_prompt_tokens included; `problems_of` and `left_out`: as in `usable_rows`.
 
     A row is {"prompt": text or messages, "answer": text, number or JSON value, "response_tokens": optional forced
-    length} or in another format of data/formats.py; each may have a `pass_rate` from 0 to 1. For a reward model no
-    answer is needed. Raises ConfigError, which names the file and the row, for an unreadable or empty file, an unknown
-    format, a missing field, a wrong type, a prompt that the chat template refuses or a forced length above
+    length} or in another format of data/formats.py; each may have a `pass_rate` from 0 to 1. An answer is needed if the
+    reward asks for it. Raises ConfigError, which names the file and the row, for an unreadable or empty file, an
+    unknown format, a missing field, a wrong type, a prompt that the chat template refuses or a forced length above
     rollout.max_new_tokens; also if every prompt is too long, or no row can be used.
     """
     usable, by_environment = usable_rows(config, key, problems_of, left_out), config.by_environment()
@@ -161,8 +161,9 @@ def digest_of_prompt(record: Record, item: Item, environments: Sequence[Config])
     return digest_of(record.id, record.environment, item.prompt, item.answer, record.row.get("response_tokens"), *own)
 
 
-def _item(record: Record, seed: int, function: str, problem_with: Callable[[str], str]) -> Item:
-    row = {"answer": "not used"} | record.row if function == "model" else record.row
+def _item(record: Record, seed: int, reward: RewardConfig, problem_with: Callable[[str], str]) -> Item:
+    function = reward.function
+    row = record.row if reward.needs_answers else {"answer": "not used"} | record.row
     item = read_item(row, record.where, [seed, record.id])
     if item.reward in ("", function) and (problem := problem_with(item.answer)):
         raise ConfigError(f"{record.where}: reward.function={function} cannot use the answer: {problem}")

@@ -111,7 +111,7 @@ def engine_arguments(config: Config) -> list[str]:
     """Returns the options of vLLM's command line that are ours to set, of each part of an engine."""
     rollout, hf_config = config.rollout, read_config(config.model.path)
     command = ["--dtype", config.model.dtype, "--tensor-parallel-size", str(rollout.tp)]
-    command += ["--hf-overrides", json.dumps(_overrides(config, hf_config))]
+    command += ["--hf-overrides", json.dumps(overrides(config, hf_config))]
     command += ["--max-model-len", str(config.longest_sequence)]
     command += ["--max-num-seqs", str(rollout.max_running), "--seed", str(config.seed)]
     backend = {"full": "areal", "streamed": "areal-streamed"}[config.reshard.staging]
@@ -129,25 +129,31 @@ def engine_arguments(config: Config) -> list[str]:
     if adapter := served(config, hf_config):
         command += adapters.slots(adapter, architecture(hf_config)).arguments
     if config.machine.is_cpu:
-        size = kv_cache.cpu_bytes(config, hf_config, kv_cache.machine_bytes())
-        command += ["--enforce-eager", "--kv-cache-memory-bytes", str(size)]
-        if architecture(hf_config).dimensions.latent:
-            # The other kernel of CPUs keeps no weights that an update could be written into.
-            command += ["--attention-backend", "CPU_MLA"]
-        else:
-            command += ["--block-size", str(kv_cache.CPU_BLOCK_TOKENS)]
-        # A step that prefills part of a prompt rewinds its random generator, which is impossible on CPU.
-        command += ["--no-enable-chunked-prefill"]
-        if architecture(hf_config).dimensions.linear:
-            command += ["--no-enable-prefix-caching"]  # which needs chunks where layers keep a state
-        if rollout.tp == 1:
-            command += ["--distributed-executor-backend", "uni"]
+        command += cpu_arguments(config, hf_config)
     else:
         command += ["--moe-backend", "triton"]  # leaves experts as they are loaded; updates are written into them
     return command
 
 
-def _overrides(config: Config, hf_config: Mapping[str, Any]) -> dict[str, Any]:
+def cpu_arguments(config: Config, hf_config: Mapping[str, Any]) -> list[str]:
+    """Returns the options of vLLM's command line that an engine needs on CPU."""
+    size = kv_cache.cpu_bytes(config, hf_config, kv_cache.machine_bytes())
+    command = ["--enforce-eager", "--kv-cache-memory-bytes", str(size)]
+    if architecture(hf_config).dimensions.latent:
+        # The other kernel of CPUs keeps no weights that an update could be written into.
+        command += ["--attention-backend", "CPU_MLA"]
+    else:
+        command += ["--block-size", str(kv_cache.CPU_BLOCK_TOKENS)]
+    # A step that prefills part of a prompt rewinds its random generator, which is impossible on CPU.
+    command += ["--no-enable-chunked-prefill"]
+    if architecture(hf_config).dimensions.linear:
+        command += ["--no-enable-prefix-caching"]  # which needs chunks where layers keep a state
+    if config.rollout.tp == 1:
+        command += ["--distributed-executor-backend", "uni"]
+    return command
+
+
+def overrides(config: Config, hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """What vLLM is to read in config.json."""
     return {"head_dtype": config.model.head_dtype} | implied(hf_config)
 

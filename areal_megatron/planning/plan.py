@@ -207,6 +207,8 @@ def main(arguments: list[str] | None = None) -> int:
         config.model.path = hub.model_folder(config.model.path, "model.path", weights=False)
         if teacher := config.ppo.penalty.kl_model:
             config.ppo.penalty.kl_model = hub.model_folder(teacher, "ppo.penalty.kl_model", weights=False)
+        for name, model in config.served_models.items():
+            model.path = hub.model_folder(model.path, f"served.{name}.path", weights=False)
         if options.gpu:
             gpu = accelerator(options.gpu)
             lengths = assumed_lengths(options, config)

@@ -16,8 +16,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from areal_megatron.config import Config, ConfigError
-from areal_megatron.run.folder import engine_name, reward_engine_name, trainer_name
+from areal_megatron.config import SERVED, Config, ConfigError
+from areal_megatron.run.folder import engine_name, served_name, trainer_name
 
 _NODE_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?")
 _LISTED = 16
@@ -45,9 +45,9 @@ class Slot:
 @dataclass(frozen=True)
 class Process:
     name: str
-    """`controller`, `engine-E`, `reward-E` or `trainer-RANK`, as in the run folder."""
+    """`controller`, `engine-E`, `trainer-RANK`, or `judge-E` and the like, as in the run folder."""
     pool: str
-    """`trainer`, `rollout`, `reward` (the engines of a reward model) or `controller`."""
+    """`trainer`, `rollout`, `controller`, or the name of a model that is served beside the policy."""
     index: int
     node: str
     """Where the process is started; the first node of an engine that has slots on several."""
@@ -105,7 +105,7 @@ class Placement:
 
 
 def allocate(config: Config, nodes: Sequence[Node], rollout_nodes: Sequence[Node] = ()) -> Placement:
-    """Returns the pools of the config's trainers, engines and reward engines: disjoint, unless machine.shared.
+    """Returns the pools of the config's trainers, engines and served models: disjoint, unless machine.shared.
     Supervised runs have no engines and no controller, a replay no engines.
 
     All pools are on `nodes`, unless the engines have `rollout_nodes` of their own. Raises ConfigError, one line with
@@ -127,11 +127,14 @@ def allocate(config: Config, nodes: Sequence[Node], rollout_nodes: Sequence[Node
     processes += [Process(trainer_name(rank), "trainer", rank, slot.node, (slot,)) for rank, slot in enumerate(ranks)]
     engines = enumerate(places.get("rollout", []))
     processes += [Process(engine_name(e), "rollout", e, slots[0].node, tuple(slots)) for e, slots in engines]
-    scorers = enumerate(places.get("reward", []))
-    processes += [Process(reward_engine_name(e), "reward", e, slots[0].node, tuple(slots)) for e, slots in scorers]
-    if several := [process for process in processes if process.pool == "reward" and len(process.parts) > 1]:
-        nodes_of = len(several[0].parts)
-        raise ConfigError(f"reward.model_tp: {several[0].name} would be on {nodes_of} nodes, and has to be on one")
+    for model in SERVED:
+        for e, slots in enumerate(places.get(model, [])):
+            process = Process(served_name(model, e), model, e, slots[0].node, tuple(slots))
+            if (nodes_of := len(process.parts)) > 1:
+                raise ConfigError(
+                    f"served.{model}.tp: {process.name} would be on {nodes_of} nodes, and has to be on one"
+                )
+            processes.append(process)
     placement = Placement(everyone, tuple(processes))
     _check_cores(placement)
     return placement
@@ -162,10 +165,9 @@ def _wanted(config: Config) -> list[_Pool]:
     if config.mode == "rl":
         asked = f"rollout.engines={r.engines} × tp={r.tp} is {r.engines * r.tp}"
         pools.append(_Pool("rollout", r.tp, r.engines, "rollout.tp", asked))
-        if config.reward.model:
-            tp, engines = config.reward.model_tp, config.reward.model_engines
-            asked = f"reward.model_engines={engines} × model_tp={tp} is {engines * tp}"
-            pools.append(_Pool("reward", tp, engines, "reward.model_tp", asked))
+    for name, model in config.served_models.items():
+        asked = f"served.{name}.engines={model.engines} × tp={model.tp} is {model.engines * model.tp}"
+        pools.append(_Pool(name, model.tp, model.engines, f"served.{name}.tp", asked))
     return pools
 
 
@@ -323,7 +325,11 @@ def _by_node(placement: Placement) -> str:
     trainers, engines = placement.pool("trainer"), placement.pool("rollout")
     summary = f"{_count(placement.nodes)}: {len(trainers)} trainer ranks"
     if engines:
-        summary += f", {len(engines)} engines of {len(engines[0].slots)}; controller on {placement.nodes[0].name}"
+        summary += f", {len(engines)} engines of {len(engines[0].slots)}"
+        for model in SERVED:
+            if own := placement.pool(model):
+                summary += f", {len(own)} engines of served.{model} of {len(own[0].slots)}"
+        summary += f"; controller on {placement.nodes[0].name}"
     indices: dict[str, dict[str, list[int]]] = {node.name: {} for node in placement.nodes}
     taken = dict.fromkeys(indices, 0)
     for process in placement.processes:
@@ -331,11 +337,13 @@ def _by_node(placement: Placement) -> str:
             found = indices[slot.node].setdefault(process.pool, [])
             found += [process.index] if process.index not in found[-1:] else []
             taken[slot.node] += 1
-    rows = [("node", "trainer ranks", *(["engines"] if engines else []), *(["idle slots"] if placement.idle else []))]
+    pools = {"trainer": "trainer ranks", "rollout": "engines"} | {model: model for model in SERVED}
+    pools = {pool: title for pool, title in pools.items() if placement.pool(pool)}
+    rows = [("node", *pools.values(), *(["idle slots"] if placement.idle else []))]
     for node in placement.nodes:
         own = indices[node.name]
-        cells = [node.name, _runs(own.get("trainer", [])), _runs(own.get("rollout", [])) if engines else ""]
-        rows.append((*filter(None, cells), *([str(len(node.slots) - taken[node.name])] if placement.idle else [])))
+        cells = [_runs(own.get(pool, [])) for pool in pools]
+        rows.append((node.name, *cells, *([str(len(node.slots) - taken[node.name])] if placement.idle else [])))
     return "\n".join([summary + (f"; {placement.idle} idle slots" if placement.idle else ""), *_aligned(rows)])
 
 

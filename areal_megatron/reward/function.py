@@ -22,6 +22,8 @@ in proportion: reward = (1 − score) · incorrect + score · correct. Feedback 
 """
 
 BUILT_IN = {name: f"areal_megatron.reward.{name}:score" for name in ("math", "choice", "code")}
+OF_SERVED = ("model", "judge")
+"""Functions that ask a model that the run serves beside the policy."""
 PURE = ("math", "choice")
 """Built-in functions whose verdict depends on nothing but the answer: what they cannot finish, twice, is its doing."""
 LARGEST_SCORE = 1e6
@@ -48,6 +50,10 @@ def load_function(name: str, timeout_s: float = RewardConfig.timeout_s, run: str
         from areal_megatron.reward import model
 
         return model.function(run, limit_s)
+    if name == "judge":
+        from areal_megatron.reward import judge
+
+        return judge.function(run, limit_s)
     function = _import(name)
     _check_signature(name, function)
     if name == "code":
@@ -66,10 +72,10 @@ def _import(name: str) -> Callable:
 def check_name(name: str) -> None:
     """Raises ConfigError for what is no reward and no import path; imports nothing."""
     check_path(name, "reward.function")
-    if name not in (*BUILT_IN, "model") and not all(name.partition(":")):
-        near = difflib.get_close_matches(name, BUILT_IN, 1)
+    if name not in (*BUILT_IN, *OF_SERVED) and not all(name.partition(":")):
+        near = difflib.get_close_matches(name, (*BUILT_IN, *OF_SERVED), 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        expected = f"{', '.join(BUILT_IN)}, model, an http:// or https:// address, or package.module:function"
+        expected = f"{', '.join((*BUILT_IN, *OF_SERVED))}, an http:// or https:// address, or package.module:function"
         raise ConfigError(f"reward.function: {name!r} is no reward, expected {expected}{hint}")
 
 

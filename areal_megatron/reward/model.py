@@ -1,4 +1,4 @@
-"""Scores of a reward model, from the engines that serve it (engine/reward_server.py).
+"""Scores of a reward model, from the engines that serve it (engine/served.py).
 
 The score is σ(s), where s is the model's: between 0 and 1, as of answers that are wrong and right. By the model of
 Bradley and Terry it is the probability that the answer is preferred to one with s = 0.
@@ -6,18 +6,16 @@ Bradley and Terry it is the probability that the answer is preferred to one with
 
 from __future__ import annotations
 
+import asyncio
 import math
-import random
-import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from areal_megatron.config import ConfigError, RewardConfig, config_file
+from areal_megatron.config import ConfigError, ServedModelConfig, config_file
 from areal_megatron.data.tokenizer import Tokenizer
-from areal_megatron.reward import remote
-from areal_megatron.reward.no_score import ServiceAway
-from areal_megatron.run.folder import Run, RunError, reward_engine_name
+from areal_megatron.reward.served import ask_engines
+from areal_megatron.run.folder import Run
 
 Text = tuple[str, str]
 """A prompt and a response."""
@@ -33,7 +31,7 @@ def function(folder: str, limit_s: float) -> ModelScores:
     if not folder:
         raise ConfigError("reward.function: a reward model is served in runs alone; name another function here")
     run = Run(folder)
-    return ModelScores(run, config_file.load(run.config).reward, limit_s)
+    return ModelScores(run, config_file.load(run.config).served.reward, limit_s)
 
 
 class ModelScores:
@@ -43,21 +41,20 @@ class ModelScores:
     for together.
     """
 
-    def __init__(self, run: Run, settings: RewardConfig, limit_s: float):
-        self._run, self._limit_s = run, limit_s
-        self._engines = [reward_engine_name(index) for index in range(settings.model_engines)]
-        self._tokenizer = Tokenizer(settings.model)
+    def __init__(self, run: Run, model: ServedModelConfig, limit_s: float):
+        self._run, self._model, self._limit_s = run, model, limit_s
+        self._tokenizer = Tokenizer(model.path)
         self._coming: list[Text] = []
         self._known: dict[Text, float] = {}
 
-    def expect(self, texts: Sequence[Text]) -> None:
-        """Announces the texts that are going to be asked about."""
-        self._coming, self._known = list(texts), {}
+    def expect(self, texts: Sequence[tuple[str, str, str]]) -> None:
+        """Announces the texts that are going to be asked about, each with its right answer."""
+        self._coming, self._known = [(prompt, response) for prompt, response, _ in texts], {}
 
     def __call__(self, prompt: str, response: str, answer: str) -> float:
         """Returns σ of the model's score. Asks another engine where one is away.
 
-        Raises ServiceAway if all are, and else as remote.ask does.
+        Raises what `ask_engines` does.
         """
         text = prompt, response
         if text not in self._known:
@@ -75,16 +72,10 @@ class ModelScores:
         responses = self._tokenizer.responses([response for _, response in texts], prompts)
         tokens = [[*prompt, *response] for prompt, response in zip(prompts, responses, strict=True)]
         question = {"model": "reward", "input": tokens, "use_activation": False}
-        problem, end = "", time.monotonic() + self._limit_s
-        for engine in random.sample(self._engines, len(self._engines)):
-            try:
-                url, left_s = f"{self._run.endpoint(engine)}/classify", end - time.monotonic()
-                read = partial(_scores_in, count=len(texts))
-                found = remote.ask(url, question, left_s, read, f"{len(texts)} scores", self._run.token)
-                return dict(zip(texts, map(sigmoid, found), strict=True))
-            except (ServiceAway, RunError) as e:
-                problem = f"{engine}: {e}"
-        raise ServiceAway(problem)
+        asked = self._run, "reward", self._model, "/classify", question
+        read = partial(_scores_in, count=len(texts))
+        found = asyncio.run(ask_engines(*asked, self._limit_s, read, f"{len(texts)} scores"))
+        return dict(zip(texts, map(sigmoid, found), strict=True))
 
 
 def sigmoid(value: float) -> float:

@@ -51,48 +51,56 @@ def function(url: str, limit_s: float):
 def score(prompt: str, response: str, answer: str, *, url: str, limit_s: float) -> tuple[object, object]:
     """Returns the service's score and feedback, unchecked. Raises as `ask` does."""
     question = {"prompt": prompt, "response": response, "answer": answer}
-    return ask(url, question, limit_s, lambda reply: (reply["score"], reply.get("feedback")), '{"score": number}')
+    read, expected = (lambda reply: (reply["score"], reply.get("feedback"))), '{"score": number}'
+    return asyncio.run(ask(url, question, limit_s, read, expected))
 
 
-def ask(
-    url: str, question: dict[str, Any], limit_s: float, read: Callable[[Any], Answered], expected: str, token: str = ""
+async def ask(
+    url: str,
+    question: dict[str, Any],
+    limit_s: float,
+    read: Callable[[Any], Answered],
+    expected: str,
+    token: str = "",
+    most_bytes: int = _REPLY_BYTES,
 ) -> Answered:
     """Returns what `read` makes of a service's answer to a question, both JSON; it raises ValueError, KeyError,
-    TypeError or IndexError for what is not `expected`. `token`: the secret that the service asks for.
+    TypeError or IndexError for what is not `expected`. `token`: the secret that the service asks for; `most_bytes`: of
+    its answer.
 
     Raises ServiceAway, ValueError for any other reply, and OSError (TimeoutError among them) if there is no reply.
     """
     headers = {"Authorization": f"Bearer {token}"} if token else {}
-    body = asyncio.run(_asked(url, question, limit_s, headers))
+    body = await _asked(url, question, limit_s, headers, most_bytes)
     try:
         return read(parse_json(body))
     except (ValueError, KeyError, TypeError, IndexError):
         raise ValueError(f"{url} answered {body[:100]!r}, expected {expected}") from None
 
 
-async def _asked(url: str, question: dict[str, Any], limit_s: float, headers: dict[str, str]) -> bytes:
+async def _asked(url: str, question: dict[str, Any], limit_s: float, headers: dict[str, str], most_bytes: int) -> bytes:
     try:
-        return bytes(await within(limit_s, _reply(url, question, headers)))
+        return bytes(await within(limit_s, _reply(url, question, headers, most_bytes)))
     except TimeoutError:
-        raise TimeoutError(f"{url} did not answer within {limit_s:g} s") from None
+        raise TimeoutError(f"{url} did not answer within {round(limit_s, 1):g} s") from None
     except aiohttp.ClientConnectorError as e:
         raise ServiceAway(f"{url}: {e}") from None
     except aiohttp.ClientError as e:
         raise OSError(f"{url}: {e}") from None
 
 
-async def _reply(url: str, question: dict[str, Any], headers: dict[str, str]) -> bytearray:
+async def _reply(url: str, question: dict[str, Any], headers: dict[str, str], most_bytes: int) -> bytearray:
     for _ in range(_HANG_UPS - 1):
         try:
-            return await _post(url, question, headers)
+            return await _post(url, question, headers, most_bytes)
         except aiohttp.ClientConnectorError:
             raise
         except aiohttp.ClientConnectionError:
             await asyncio.sleep(_PAUSE_S)
-    return await _post(url, question, headers)
+    return await _post(url, question, headers, most_bytes)
 
 
-async def _post(url: str, question: dict[str, Any], headers: dict[str, str]) -> bytearray:
+async def _post(url: str, question: dict[str, Any], headers: dict[str, str], most_bytes: int) -> bytearray:
     body = bytearray()
     async with (
         aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session,
@@ -104,6 +112,6 @@ async def _post(url: str, question: dict[str, Any], headers: dict[str, str]) -> 
             raise ValueError(f"{url} answered with status {reply.status}, expected 200")
         async for chunk in reply.content.iter_any():
             body += chunk
-            if len(body) > _REPLY_BYTES:
-                raise ValueError(f"{url} answered with more than {_REPLY_BYTES} bytes")
+            if len(body) > most_bytes:
+                raise ValueError(f"{url} answered with more than {most_bytes} bytes")
     return body

@@ -137,7 +137,7 @@ class Functions:
     def _announce(self, requests: list[Answer | AnswerGroup]) -> None:
         """Tells a function that knows several scores at once which ones are wanted."""
         if expect := getattr(self._function, "expect", None):
-            expect([(each.prompt, self._response(each)) for each in requests if isinstance(each, Answer)])
+            expect([(each.prompt, self._response(each), each.answer) for each in requests if isinstance(each, Answer)])
 
     def _result(self, request: Answer | AnswerGroup) -> Scored:
         is_group = isinstance(request, AnswerGroup)

@@ -7,8 +7,8 @@ runs/NAME/ (0700) config.yaml · secret, *.key, site.pem (0600) · endpoints/PRO
            report.html · trackers/ · trajectories/ (data/dumps.py) · checkpoints/ (checkpoint/folder.py)
            exports/version-000012/ · evaluations/00012.json · faults.json · stop
 ```
-Processes are named `controller`, `engine-E`, `reward-E` and `trainer-RANK`: CONTROLLER, `engine_name`,
-`reward_engine_name`, `trainer_name`.
+Processes are named `controller`, `engine-E`, `trainer-RANK`, and `judge-E` and the like as models are served beside the
+policy: CONTROLLER, `engine_name`, `trainer_name`, `served_name`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from areal_megatron.config import ConfigError
+from areal_megatron.config import SERVED, ConfigError
 from areal_megatron.process import lifeline
 from areal_megatron.process.files import numbered, numbers, write_atomically, write_once
 from areal_megatron.run import descriptors, private
@@ -43,7 +43,6 @@ from areal_megatron.run.private import Rights
 
 CONTROLLER = "controller"
 _ENGINE = "engine-"
-_REWARD_ENGINE = "reward-"
 _WHOLE_ENGINE = re.compile(rf"{_ENGINE}(0|[1-9]\d{{0,8}})")
 _TRAINER = "trainer-"
 _SECRET = "secret"
@@ -589,13 +588,14 @@ def is_engine(name: str) -> bool:
     return name.startswith(_ENGINE)
 
 
-def reward_engine_name(index: int) -> str:
-    return f"{_REWARD_ENGINE}{index}"
+def served_name(model: str, index: int) -> str:
+    """The name of an engine of a model that is served beside the policy."""
+    return f"{model}-{index}"
 
 
 def is_server(name: str) -> bool:
-    """Whether a process of this name serves until the run is over: an engine, of the policy or of a reward model."""
-    return name.startswith((_ENGINE, _REWARD_ENGINE))
+    """Whether a process of this name serves until the run is over: an engine, of the policy or of another model."""
+    return name.startswith((_ENGINE, *(f"{model}-" for model in SERVED)))
 
 
 def trainer_name(rank: int) -> str:

@@ -35,6 +35,8 @@ class Asked:
     """The call that the agent has named as the one before; None: the messages say it."""
     instructed: bool = False
     """Whether the first message are instructions that later calls do not keep."""
+    model: str = MODEL
+    """The name of the model that is asked: the policy, or one that is served beside it."""
 
     def __post_init__(self):
         if self.limit is not None and self.limit < 1:
@@ -45,12 +47,17 @@ class Asked:
 
 @dataclass(frozen=True)
 class Answered:
-    """The model's answer to a call."""
+    """A model's answer to a call."""
 
     message: Message
     """Its content has what the model thought, as it was written."""
-    context: Transcript
-    """Ends with the answer."""
+    ended: bool
+    """Whether it is complete; else it was cut at its limit of tokens."""
+    before: int
+    """Tokens before the answer."""
+    sampled: int
+    """Tokens of the answer."""
+    model: str = MODEL
 
     @property
     def thinking(self) -> str:
@@ -65,16 +72,6 @@ class Answered:
     def calls(self) -> list[dict[str, Any]]:
         """The functions that the model calls: `name` and `arguments`."""
         return [call["function"] for call in self.message.get("tool_calls", ())]
-
-    @property
-    def sampled(self) -> int:
-        """Tokens of the answer."""
-        return len(self.context.answer)
-
-    @property
-    def before(self) -> int:
-        """Tokens before the answer."""
-        return len(self.context.prompt) + self.context.length - self.sampled
 
 
 Event = tuple[str, dict[str, Any] | str]

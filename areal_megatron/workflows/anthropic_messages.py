@@ -33,6 +33,7 @@ class _Body(msgspec.Struct):
     max_tokens: int | None = None
     stream: bool | None = False
     stop_sequences: list[str] | None = None
+    model: str = MODEL
 
 
 _decode = msgspec.json.Decoder(_Body).decode
@@ -53,7 +54,7 @@ class AnthropicMessages:
             if one.get("type") not in (None, "custom"):
                 raise BadCall(f"a tool of the kind {str(one['type'])[:100]!r} is not served here: give functions")
         tools = [tool(one.get("name"), one.get("description"), one.get("input_schema")) for one in call.tools or ()]
-        return Asked(messages, tools or None, call.max_tokens, bool(call.stream))
+        return Asked(messages, tools or None, call.max_tokens, bool(call.stream), model=call.model)
 
     def reply(self, answered: Answered) -> dict[str, Any]:
         content: list[dict[str, Any]] = []
@@ -64,12 +65,12 @@ class AnthropicMessages:
         for call in answered.calls:
             used = {"type": "tool_use", "id": f"toolu_{secrets.token_hex(12)}"}
             content.append(used | {"name": call["name"], "input": call["arguments"]})
-        reason = "max_tokens" if not answered.context.ended else "tool_use" if answered.calls else "end_turn"
+        reason = "max_tokens" if not answered.ended else "tool_use" if answered.calls else "end_turn"
         return {
             "id": f"msg_{secrets.token_hex(12)}",
             "type": "message",
             "role": "assistant",
-            "model": MODEL,
+            "model": answered.model,
             "content": content,
             "stop_reason": reason,
             "stop_sequence": None,

@@ -37,6 +37,7 @@ class _Body(msgspec.Struct):
     response_format: dict[str, Any] | None = None
     logit_bias: dict[str, float] | None = None
     functions: Any = None
+    model: str = MODEL
 
     def check(self) -> None:
         """Raises BadCall for an option that would change the answer and cannot simply be ignored."""
@@ -92,7 +93,7 @@ class ChatCompletions:
         call.check()
         messages = [normalized(message) for message in call.messages]
         limit = call.max_tokens if call.max_completion_tokens is None else call.max_completion_tokens
-        return Asked(messages, call.tools or None, limit, bool(call.stream))
+        return Asked(messages, call.tools or None, limit, bool(call.stream), model=call.model)
 
     def reply(self, answered: Answered) -> dict[str, Any]:
         content = answered.message["content"]
@@ -106,13 +107,13 @@ class ChatCompletions:
                 }
                 for call in answered.calls
             ]
-        reason = "length" if not answered.context.ended else "tool_calls" if answered.calls else "stop"
+        reason = "length" if not answered.ended else "tool_calls" if answered.calls else "stop"
         before, sampled = answered.before, answered.sampled
         return {
             "id": f"chatcmpl-{secrets.token_hex(12)}",
             "object": "chat.completion",
             "created": int(time.time()),
-            "model": MODEL,
+            "model": answered.model,
             "choices": [{"index": 0, "message": shown, "finish_reason": reason, "logprobs": None}],
             "usage": {"prompt_tokens": before, "completion_tokens": sampled, "total_tokens": before + sampled},
         }

@@ -1,4 +1,5 @@
-"""Serves the policy to agents on the loopback, as OpenAI and Anthropic do, and records the samples of their episodes.
+"""Serves the policy to agents on the loopback, as OpenAI and Anthropic do, and records the samples of their episodes;
+also the models that are served beside it, whose answers are no samples.
 
 Every episode has a key of its own, which is valid as long as the episode lasts. If a call continues from an earlier
 answer of its episode, which the chat template shows as it was, its tokens are the sampled ones, followed by the
@@ -25,6 +26,8 @@ from areal_megatron.config import ConfigError
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.engine.client import EngineError
 from areal_megatron.process.errors import printable
+from areal_megatron.reward.served import ServedModelError
+from areal_megatron.run.folder import RunError
 from areal_megatron.run.http_server import HttpServer
 from areal_megatron.run.network import backlog
 from areal_megatron.workflows.agent_calls import (
@@ -82,7 +85,7 @@ class AgentEndpoint:
     async def serve(self, episode: Episode) -> AsyncIterator[Api]:
         """Serves the model to the episode's agent. At the end, calls that are still running are cancelled."""
         url, key = await self._started(), secrets.token_urlsafe(24)
-        longest_text = episode.longest_sequence * self._longest_token
+        longest_text = episode.longest_question * self._longest_token
         session = self._sessions[key] = _Session(episode, self._tokenizer, longest_text)
         try:
             yield Api(url, key, episode.agent_variables)
@@ -113,8 +116,9 @@ class AgentEndpoint:
             return refusal
         self._server.welcome(request)
         if (request.method, request.path) == ("GET", "/v1/models"):
-            model = {"id": MODEL, "object": "model", "owned_by": "areal"}
-            return web.json_response({"object": "list", "data": [model]})
+            names = [MODEL, *session.episode.served_names]
+            models = [{"id": name, "object": "model", "owned_by": "areal"} for name in names]
+            return web.json_response({"object": "list", "data": models})
         if request.method != "POST" or dialect is None:
             served = ", ".join([*(f"POST {path}" for path in (*_DIALECTS, COUNT_PATH)), "GET /v1/models"])
             return _error(dialect, 404, f"served are {served}", "not_found")
@@ -128,13 +132,16 @@ class AgentEndpoint:
             if request.path == COUNT_PATH:
                 tokens = await asyncio.to_thread(session.tokenizer.conversation, asked.messages, asked.tools)
                 return web.json_response({"input_tokens": len(tokens)})
-            reply = await _reply(dialect, session, asked)
+            of_model = _reply if asked.model == MODEL else _reply_of_served
+            reply = await of_model(dialect, session, asked)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, BadCall, ConfigError) as e:
             return self._refuse(dialect, 400, str(e), "invalid_request")
         except EpisodeOver as e:
             return _error(dialect, 400, str(e), e.code)
-        except (EngineError, Interrupted) as e:
+        except (EngineError, Interrupted, RunError) as e:
             return _error(dialect, 503, f"the episode is over: {e}", "engine_failed")
+        except ServedModelError as e:
+            return _error(dialect, 503, str(e), "no_answer")
         except Exception:  # a client would repeat what is answered with 500, and each repetition is trained
             log.exception("a call of an agent")
             return _error(dialect, 500, "the call failed here, see the log", "internal_error")
@@ -162,6 +169,8 @@ async def _body(request: web.BaseRequest, most: int) -> bytes:
 def _read(dialect: Dialect, body: bytes, session: _Session) -> Asked:
     """Raises EpisodeOver if the messages are longer than any text may be, and what `Dialect.read` does."""
     asked = dialect.read(body, session.calls)
+    if asked.model not in (names := [MODEL, *session.episode.served_names]):
+        raise BadCall(f"model {asked.model[:100]!r} is not served here: ask for {' or '.join(names)}")
     if len(asked.messages) > session.longest_text:
         raise EpisodeOver(f"{len(asked.messages)} messages do not fit into the context", _TOO_LONG)
     if (length := sum(len(message["content"]) for message in asked.messages)) > session.longest_text:
@@ -184,8 +193,18 @@ async def _reply(dialect: Dialect, session: _Session, asked: Asked) -> dict[str,
 def _answered(
     dialect: Dialect, tokenizer: Tokenizer, context: Transcript, tools: Sequence[Any]
 ) -> tuple[Answered, dict[str, Any]]:
-    answered = Answered(parsed_answer(tokenizer.decode(context.answer), tools), context)
+    sampled = len(context.answer)
+    before = len(context.prompt) + context.length - sampled
+    answered = Answered(parsed_answer(tokenizer.decode(context.answer), tools), context.ended, before, sampled)
     return answered, dialect.reply(answered)
+
+
+async def _reply_of_served(dialect: Dialect, session: _Session, asked: Asked) -> dict[str, Any]:
+    """Returns the body of the reply of a served model, which no later call continues from. Raises ServedModelError,
+    Interrupted or RunError."""
+    [said] = await session.episode.ask_served(asked.model, asked.messages, 1, asked.tools, asked.limit)
+    message = parsed_answer(said.text, asked.tools or [])
+    return dialect.reply(Answered(message, said.ended, said.before, said.sampled, asked.model))
 
 
 async def _context(session: _Session, earlier: AnsweredCall | None, messages: list[Message], tools: Any) -> Transcript:

@@ -15,7 +15,8 @@ from areal_megatron.data.prompts import Prompt
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.engine.client import EngineError
 from areal_megatron.process.lateness import now
-from areal_megatron.reward.no_score import RewardFailed
+from areal_megatron.reward.no_score import RewardFailed, ServiceAway
+from areal_megatron.reward.served import Said, ServedModelError, ServedModels
 from areal_megatron.reward.worker import Scored
 from areal_megatron.run.folder import RunError
 from areal_megatron.workflows.sampling import INTERRUPTED, GenerationRequest, Sampling, generate, sampling_seed
@@ -24,6 +25,9 @@ from areal_megatron.workflows.transcript import Segment, Transcript
 
 ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "HOME", "USER", "LANG", "LC_ALL", "TZ", "TMPDIR")
 """The variables of this process that agents get whatever rollout.workflow_environment names."""
+
+
+_AWAY_PAUSE_S = 1.0
 
 
 class EpisodeOver(Exception):
@@ -86,6 +90,7 @@ class RunResources:
     serve: Callable[[Episode], AbstractAsyncContextManager[Api]]
     """Serves the model to an episode's agent: AgentEndpoint.serve."""
     turns: int
+    served: ServedModels
 
 
 @dataclass(frozen=True)
@@ -127,13 +132,16 @@ class Episode:
         """The transcript of the answer that was sampled last, and of what has been said since."""
         self.failure: EngineError | Interrupted | ConfigError | RunError | None = None
         """The error that ends the episode, even if the workflow catches it."""
+        self.problem = ""
+        """Why a served model had no answer, if one had none for another reason than what it was asked: then the episode
+        has failed, even if the workflow catches the error."""
         self.sampled: list[Segment] = []
         """The answers, in the order in which they were sampled, including those that are not part of `context`."""
         self._ends: list[Transcript] = []
         """The transcripts that no other extends, each up to its last answer, in the order of these."""
         self._messages = list(self.prompt.messages)
         """What has been said before the last answer, with `sample` and `say`."""
-        self._busy = self._turns_taken = 0
+        self._busy = self._turns_taken = self._asked = 0
         self._scored: tuple[int, Scored] | None = None
         """(the number of answers at that time, the score of the last of them)"""
         self._last_event = now()
@@ -203,10 +211,59 @@ class Episode:
         api.key (workflows/endpoint.py)."""
         return self._resources.serve(self)
 
+    def served(self, name: str) -> ServedModel:
+        """Returns a model that the run serves beside the policy: "user", "judge" or "teacher". Raises ConfigError,
+        which ends the run, if there is none of this name."""
+        try:
+            self._resources.served.check(name)
+        except ConfigError as e:
+            self.failure = e
+            raise
+        return ServedModel(self, name)
+
+    @property
+    def served_names(self) -> list[str]:
+        """The names of the models that `served` has."""
+        return self._resources.served.names()
+
+    async def ask_served(
+        self, name: str, messages: Chat, n: int = 1, tools: Any = None, most_tokens: int | None = None
+    ) -> list[Said]:
+        """Returns n answers of a served model, which is waited for while it is away. They are never trained.
+
+        Raises ServedModelError if it has none; and Interrupted, or RunError if it is away for reward.away_s, which end
+        the episode even if they are caught.
+        """
+        began, self._asked = now(), self._asked + 1
+        seed = sampling_seed(self._spec.seed, self._spec.purpose, -self._asked)
+        with self.busy():
+            while True:
+                if self._sampling.may_interrupt():
+                    self.failure = self.failure or Interrupted()
+                if self.failure:
+                    raise self.failure
+                try:
+                    asked = {"n": n, "tools": tools, "most_tokens": most_tokens, "seed": seed}
+                    return await self._resources.served.chat(name, messages, **asked)
+                except ServiceAway as e:
+                    if (away_s := now() - began) > self._resources.config.reward.away_s:
+                        self.failure = RunError(f"served.{name}: away for {away_s:.0f} s (reward.away_s): {e}")
+                        raise self.failure from None
+                    await asyncio.sleep(_AWAY_PAUSE_S)
+                except (OSError, ValueError) as e:
+                    self.problem = f"served.{name}: {e}"
+                    raise ServedModelError(self.problem) from None
+
     @property
     def longest_sequence(self) -> int:
         """Tokens that a prompt and all that follows it may have."""
         return self._resources.config.longest_sequence
+
+    @property
+    def longest_question(self) -> int:
+        """Tokens that what is asked of the policy or of a served model may have at most."""
+        served = self._resources.served
+        return max([self.longest_sequence, *(served.check(name).max_length for name in served.names())])
 
     @property
     def agent_variables(self) -> list[str]:
@@ -314,3 +371,17 @@ class Episode:
     def _seed(self, turn: int) -> int:
         """The first answer has the seed of a single turn's answer; later ones need random numbers of their own."""
         return self._spec.seed if turn == 0 else sampling_seed(self._spec.seed, self._spec.purpose, turn)
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model that is served beside the policy, as an episode asks it."""
+
+    _episode: Episode
+    name: str
+
+    async def chat(self, messages: Chat, tools: Any = None, most_tokens: int | None = None) -> str:
+        """Returns the model's answer to a conversation, of `most_tokens` tokens at most. Raises what
+        `Episode.ask_served` does."""
+        [said] = await self._episode.ask_served(self.name, messages, tools=tools, most_tokens=most_tokens)
+        return said.text

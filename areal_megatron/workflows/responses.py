@@ -39,6 +39,7 @@ class _Body(msgspec.Struct):
     background: bool | None = False
     conversation: Any = None
     prompt: Any = None
+    model: str = MODEL
 
     def check(self) -> None:
         """Raises BadCall for an option that would change the answer and cannot simply be ignored."""
@@ -69,10 +70,11 @@ class Responses:
         said = [{"role": "user", "content": call.input}] if isinstance(call.input, str) else call.input
         messages = _messages(before, said, earlier)
         tools = _tools(call.tools)
-        return Asked(messages, tools, call.max_output_tokens, bool(call.stream), after, bool(call.instructions))
+        asked = messages, tools, call.max_output_tokens, bool(call.stream), after, bool(call.instructions)
+        return Asked(*asked, model=call.model)
 
     def reply(self, answered: Answered) -> dict[str, Any]:
-        output, ended = [], answered.context.ended
+        output, ended = [], answered.ended
         status = "completed" if ended else "incomplete"
         if answered.thinking:
             thought = {"type": "reasoning_text", "text": answered.thinking}
@@ -95,7 +97,7 @@ class Responses:
             "incomplete_details": None if ended else {"reason": "max_output_tokens"},
             "instructions": None,
             "metadata": {},
-            "model": MODEL,
+            "model": answered.model,
             "output": output,
             "parallel_tool_calls": True,
             "temperature": None,

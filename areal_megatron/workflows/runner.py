@@ -14,6 +14,7 @@ from areal_megatron.process.errors import printable, worth_a_line
 from areal_megatron.process.lateness import pauses
 from areal_megatron.reward.function import is_score
 from areal_megatron.reward.no_score import RewardFailed
+from areal_megatron.reward.served import ServedModels
 from areal_megatron.workflows.endpoint import AgentEndpoint
 from areal_megatron.workflows.episode import Episode, EpisodeOver, EpisodeSpec, Interrupted, RunResources
 from areal_megatron.workflows.sampling import Sampling
@@ -39,13 +40,21 @@ class EpisodeRunner:
     """
 
     def __init__(
-        self, config: Config, workflow: Workflow, tokenizer: Tokenizer, scorer: Scorer, patience: int | None = None
+        self,
+        config: Config,
+        workflow: Workflow,
+        tokenizer: Tokenizer,
+        scorer: Scorer,
+        patience: int | None = None,
+        served: ServedModels | None = None,
     ):
-        """`patience`: how many tries may fail before any has had an answer; by default those of a batch."""
+        """`patience`: how many tries may fail before any has had an answer; by default those of a batch. `served`: the
+        models beside the policy; by default none."""
         self._patience = config.batch_size if patience is None else patience
         self._config, self._workflow, self._scorer, self._tokenizer = config, workflow, scorer, tokenizer
         self._endpoint = AgentEndpoint(tokenizer)
-        self._resources = RunResources(config, tokenizer, scorer, self._endpoint.serve, workflow.turns)
+        served = served or ServedModels(config)
+        self._resources = RunResources(config, tokenizer, scorer, self._endpoint.serve, workflow.turns, served)
         self.failures = 0
         """The number of episodes whose workflow raised, fell silent or returned no finite number, in all tries."""
         self._failed_tries = self._failures_without_answer = 0
@@ -98,6 +107,7 @@ class EpisodeRunner:
             problem = printable(f"{type(e).__name__}: {e}", 500)
         if episode.failure:
             raise episode.failure
+        problem = problem or episode.problem
         if not problem and not episode.answers:
             problem = "it ended without an answer of the model"
         if not is_score(episode.discount):

@@ -13,14 +13,18 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
+from areal_megatron.config import ConfigError
 from areal_megatron.config.user_function import place_of
+from areal_megatron.data.formats import Chat
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.engine.client import Completion
 from areal_megatron.process.errors import first_cause, printable
 from areal_megatron.process.shown import guard
 from areal_megatron.reward.function import WrongResult
 from areal_megatron.reward.no_score import RewardFailed
+from areal_megatron.reward.served import Said, ServedModels
 from areal_megatron.reward.worker import MISTAKES, Answer, Scored
+from areal_megatron.run.folder import Run
 from areal_megatron.workflows.endpoint import AgentEndpoint
 from areal_megatron.workflows.episode import Episode, EpisodeOver, EpisodeSpec, RunResources
 from areal_megatron.workflows.runner import without_exit
@@ -53,12 +57,21 @@ class _Judge:
         return [Scored(float(answer.response == answer.answer)) for answer in answers]
 
 
+class _Served(ServedModels):
+    """In the place of the models that are served beside the policy."""
+
+    async def chat(self, name: str, messages: Chat, *, n: int = 1, **_) -> list[Said]:
+        self.check(name)
+        return [Said(WRONG, True, 1, 1)] * n
+
+
 async def tried(asked: TrialAsked) -> TrialFound:
     config, prompt = asked.config, asked.prompt
     workflow, tokenizer = load_workflow(config.rollout), Tokenizer(config.model.path)
     endpoint = AgentEndpoint(tokenizer)
     scorer = Scorer(config.reward, _Judge(), config.rollout.max_new_tokens)
-    resources = RunResources(config, tokenizer, scorer, endpoint.serve, workflow.turns)
+    served = _Served(config, Run(config.run_dir))
+    resources = RunResources(config, tokenizer, scorer, endpoint.serve, workflow.turns, served)
     try:
         for number, text in enumerate((prompt.answer, WRONG)):
             (tokens,) = tokenizer.responses([text])
@@ -75,7 +88,8 @@ async def tried(asked: TrialAsked) -> TrialFound:
                 return TrialFound(f"it has not ended within {asked.patience_s:g} s")
             except Exception as e:  # the workflow is the user's
                 cause = first_cause(e)
-                bug = place_of(cause, workflow.run) if isinstance(cause, (*MISTAKES, WrongResult)) else ""
+                is_mistake = isinstance(cause, (*MISTAKES, WrongResult)) or isinstance(episode.failure, ConfigError)
+                bug = place_of(cause, workflow.run) if is_mistake else ""
                 return TrialFound(f"{type(cause).__name__}: {printable(str(cause), 500)}", bug)
             if not episode.answers:
                 return TrialFound("it ended without an answer of the model")

@@ -32,8 +32,9 @@ from areal_megatron.data.trajectory import decoder, encoder
 from areal_megatron.engine.client import Completion
 from areal_megatron.process.errors import printable
 from areal_megatron.process.shown import guard
+from areal_megatron.reward.served import ServedModels
 from areal_megatron.reward.worker import HEADER, Answer, Scored
-from areal_megatron.run.folder import RunError
+from areal_megatron.run.folder import Run, RunError
 from areal_megatron.workflows.episode import EpisodeSpec
 from areal_megatron.workflows.runner import EpisodeRunner
 from areal_megatron.workflows.sampling import INTERRUPTED, Sampling
@@ -54,6 +55,8 @@ class Begin(msgspec.Struct, tag=True):
     """One for each environment."""
     workers: int
     """The number of workers of the run."""
+    run: str = ""
+    """The run's folder; empty: there is no run, and no model is served."""
 
 
 class Loaded(msgspec.Struct, tag=True):
@@ -220,7 +223,8 @@ class Worker:
         for own in begin.configs:
             scorer = Scorer(own.reward, _Judge(self._calls), own.rollout.max_new_tokens)
             workflow, share = load_workflow(own.rollout), -(-own.batch_size // begin.workers)
-            runner = EpisodeRunner(own, workflow, self._tokenizer, scorer, share) if workflow else None
+            served = ServedModels(own, Run(begin.run) if begin.run else None)
+            runner = EpisodeRunner(own, workflow, self._tokenizer, scorer, share, served) if workflow else None
             self._runners.append(runner)
         self._tasks: dict[int, asyncio.Task] = {}
 

@@ -65,11 +65,11 @@ class EpisodeWorkers:
         await workers.close()
     """
 
-    def __init__(self, configs: Sequence[Config], output: Path | None = None):
-        """`configs`: one for each environment. What workflows print is appended to the file `output`; None: it goes to
-        stderr."""
+    def __init__(self, configs: Sequence[Config], output: Path | None = None, run: Path | str = ""):
+        """`configs`: one for each environment; `run`: the folder of the run that serves models to them. What workflows
+        print is appended to the file `output`; None: it goes to stderr."""
         self._configs, self._count = configs, configs[0].rollout.workflow_workers or default_count()
-        self._output = output
+        self._output, self._run = output, str(run)
         self._workers: list[_Worker] = []
         self._some = asyncio.Event()
         """Set while there is a worker."""
@@ -117,7 +117,7 @@ class EpisodeWorkers:
         await asyncio.gather(*(worker.kill() for worker in self._workers))
 
     async def _add(self) -> None:
-        worker = await _Worker.start(self._configs, self._count, self._output)
+        worker = await _Worker.start(self._configs, self._count, self._output, self._run)
         self._workers.append(worker)
         self._some.set()
         worker.ended.add_done_callback(lambda _: self._replace(worker))
@@ -201,7 +201,7 @@ class _Worker:
         self._reading: asyncio.Task | None = None
 
     @classmethod
-    async def start(cls, configs: Sequence[Config], workers: int, output: Path | None) -> _Worker:
+    async def start(cls, configs: Sequence[Config], workers: int, output: Path | None, run: str) -> _Worker:
         """Raises ConfigError if a workflow cannot be loaded, OSError if no process can be started."""
         pipe = asyncio.subprocess.PIPE
         command = [sys.executable, "-m", "areal_megatron.workflows.worker"]
@@ -210,7 +210,7 @@ class _Worker:
         worker = cls(process, configs[0].rollout.workflow_timeout_s)
         problem = f"a worker of episodes did not load within {_START_TIMEOUT_S:.0f} s; its output is above"
         try:
-            worker._frames.send(Begin(list(configs), workers))
+            worker._frames.send(Begin(list(configs), workers, run))
             ready: Loaded = await within(_START_TIMEOUT_S, worker._frames.receive())
             problem = ready.problem
         except (TimeoutError, asyncio.IncompleteReadError, ConnectionError):

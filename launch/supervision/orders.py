@@ -12,8 +12,8 @@ from pathlib import Path
 
 import msgspec
 
-from areal_megatron.config import Config
-from areal_megatron.engine.environment import CPUS, GPU_SHARE, KV_CACHE_BYTES, PART, RENDEZVOUS
+from areal_megatron.config import SERVED, Config
+from areal_megatron.engine.environment import CPUS, GPU_SHARE, KV_CACHE_BYTES, PART, RENDEZVOUS, SERVED_MODEL
 from areal_megatron.launch.supervision import caches, gpus
 from areal_megatron.launch.supervision.gpus import VISIBLE
 from areal_megatron.launch.supervision.processes import Child, Children
@@ -26,8 +26,7 @@ from areal_megatron.run.network import Site
 _MODULES = {
     "controller": "areal_megatron.controller.controller",
     "rollout": "areal_megatron.engine.server",
-    "reward": "areal_megatron.engine.reward_server",
-}
+} | dict.fromkeys(SERVED, "areal_megatron.engine.served")
 ON_CPU = {
     VISIBLE: "",  # torch and vLLM would take a GPU if they saw one
     "OMP_NUM_THREADS": "1",
@@ -156,6 +155,8 @@ def start_order(
     settings = {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     if site:
         settings |= site.settings
+    if process.pool in SERVED:
+        settings[SERVED_MODEL] = process.pool
     if process.of > 1:
         settings |= {PART: f"{process.part}/{process.of}", RENDEZVOUS: rendezvous}
     cores: list[int] = []

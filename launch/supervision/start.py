@@ -25,6 +25,7 @@ from areal_megatron.data.dumps import check_same, check_tokens, recorded
 from areal_megatron.data.dumps import read as read_dump
 from areal_megatron.data.prompts import drawing_of
 from areal_megatron.data.tokenizer import Tokenizer
+from areal_megatron.engine import served
 from areal_megatron.hub import hub
 from areal_megatron.launch.supervision.lease import Lease
 from areal_megatron.model_check import check_model, check_published
@@ -179,9 +180,11 @@ def check(
     if run is None:
         _check_place(Path(config.runs_dir))
     fetch(config, run, fetched)
-    models = filter(None, (config.model.path, config.lora.start, config.ppo.penalty.kl_model, config.reward.model))
+    models = filter(None, (config.lora.start, *_models(config).values()))
     weights = fetched or all(map(hub.has_weights, models))
     outcome = plan(config, nodes, rollout_nodes, gpu_gib=gpu_gib, weights=weights)
+    for name, model in config.served_models.items():
+        model.max_length = served.longest(config, name)
     if outcome.memory.shared and not gpu_gib:
         raise ConfigError(
             "machine.shared: nvidia-smi does not say how much memory these GPUs have, which the pools are to divide: "
@@ -267,9 +270,9 @@ def fetch(config: Config, run: Run | None = None, weights: bool = True) -> None:
     if teacher := config.ppo.penalty.kl_model:
         earlier = before.ppo.penalty.kl_model if before else ""
         config.ppo.penalty.kl_model = hub.model_folder(teacher, "ppo.penalty.kl_model", weights, earlier)
-    if scorer := config.reward.model:
-        earlier = before.reward.model if before else ""
-        config.reward.model = hub.model_folder(scorer, "reward.model", weights, earlier)
+    for name, model in config.served_models.items():
+        earlier = getattr(before.served, name).path if before else ""
+        model.path = hub.model_folder(model.path, f"served.{name}.path", weights, earlier)
     if config.mode == "replay":
         return
     commits = files.commits(before) if before else {}
@@ -292,9 +295,7 @@ def check_input(config: Config, weights: bool = True) -> Sequence[Member]:
     if config.mode != "replay":
         members = check_data(config, lambda line: print(line, file=sys.stderr), problem_with_answers)
     for own in config.by_environment() if config.mode == "rl" else ():
-        if own.reward.of_model:
-            Tokenizer(own.reward.model, untried=True)
-        else:
+        if not own.reward.of_served:
             load_function(own.reward.function, own.reward.timeout_s)
         if own.reward.group_function:
             load_group_function(own.reward.group_function)
@@ -305,11 +306,16 @@ def check_input(config: Config, weights: bool = True) -> Sequence[Member]:
     return members
 
 
+def _models(config: Config) -> dict[str, str]:
+    """Returns the folder of each model of the run by its key, empty for one that there is none of."""
+    models = {"model.path": config.model.path, "ppo.penalty.kl_model": config.ppo.penalty.kl_model}
+    return models | {f"served.{name}.path": model.path for name, model in config.served_models.items()}
+
+
 def _check_tensors(config: Config) -> None:
     """Raises ConfigError unless each model has the tensors that its config.json asks for, and no others: those would be
     left out, by engines too, without a word."""
-    models = {"model.path": config.model.path, "ppo.penalty.kl_model": config.ppo.penalty.kl_model}
-    for key, path in (models | {"reward.model": config.reward.model}).items():
+    for key, path in _models(config).items():
         try:
             if path:
                 HfFolder.of_model(Path(path), read_config(path)).close()

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
 
-from areal_megatron.config import ConfigError
+from areal_megatron.config import SERVED, ConfigError
 from areal_megatron.launch.supervision import output, start
 from areal_megatron.launch.supervision.closing import closing
 from areal_megatron.launch.supervision.failure import REFUSED, Failure, Failures
@@ -256,7 +256,7 @@ class _Watch:
         self._health.started(name)
         self._ended.pop(name, None)
         process, rendezvous = self._processes[name], f"rendezvous-{name}-{secrets.token_hex(4)}"
-        pool = "rollout" if process.pool == "reward" else process.pool  # both run vLLM
+        pool = "rollout" if process.pool in SERVED else process.pool  # both run vLLM
         python, shares = self._python.get(pool, ()), self._beginning.plan.memory.shares
         for part in process.parts:
             supervisor = self._hosts.supervisor(part)

@@ -175,7 +175,7 @@ def test_preferences_of_the_demo_are_learned(tmp_path):
     ranked = [line["accuracy"] for line in read_metrics(scorer) if line["kind"] == "eval"]
     short = ["updates=100", "optimizer.warmup_steps=5", "optimizer.lr=1e-4", "dpo.beta=0.3"]
     preferring = launch("tiny_sft", "dpo", "mode=dpo", model, *pairs, *short)
-    reward = ["reward.function=model", f"reward.model={scorer.hf}", "machine.slots=3", "data.eval="]
+    reward = ["reward.function=model", f"served.reward.path={scorer.hf}", "machine.slots=3", "data.eval="]
     # Without a penalty the policy finds what satisfies the model alone.
     reward += ["updates=50", "ppo.penalty.kl=0.5"]
     rl = launch("tiny_cpu", "rl", model, f"data.train={world / 'train.jsonl'}", *reward)

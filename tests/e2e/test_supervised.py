@@ -227,7 +227,7 @@ def test_answers_are_trained_on_the_scores_of_a_reward_model(local_run, world, r
         "data.train": prompts,
         "data.eval": "",
         "reward.function": "model",
-        "reward.model": reward_model,
+        "served.reward.path": reward_model,
         "reward.truncated": "scored",
         "rollout.dump": True,
         "rollout.max_staleness": 1,

@@ -20,8 +20,10 @@ from areal_megatron.config import (
     ModelConfig,
     RewardConfig,
     RolloutConfig,
+    ServedModelConfig,
     TrainerConfig,
 )
+from areal_megatron.engine.served import longest
 from areal_megatron.model_check import CPU_HEADS, check_model
 from areal_megatron.models.architecture import architecture, as_reward_model
 from areal_megatron.models.weight_files import weight_map
@@ -214,8 +216,8 @@ def test_no_model_without_a_trainer_is_a_teacher_or_judge(tmp_path, key):
     if key == "kl_model":
         subject.ppo.penalty.kl, subject.ppo.penalty.kl_model = 1.0, str(other)
     else:
-        subject.reward.model = str(other)
-    with pytest.raises(ConfigError, match=r"^(ppo.penalty.kl|reward.)_?model: .*other is a Qwen3Next.* no trainer"):
+        subject.served.reward.path = str(other)
+    with pytest.raises(ConfigError, match=r"^(ppo.penalty.kl_model|served.reward.path): .* Qwen3Next.* no trainer"):
         check_model(subject)
 
 
@@ -577,14 +579,37 @@ def test_the_reward_model_of_a_run_is_looked_at_before_it_starts(tmp_path):
     for name in ("policy", "scorer"):
         (tmp_path / name).mkdir()
     asked = config(tmp_path / "policy")
-    asked.reward = RewardConfig(function="model", model=str(tmp_path / "scorer"))
-    with pytest.raises(ConfigError, match=r"^reward.model: cannot read .*config.json"):
+    asked.reward, asked.served.reward.path = RewardConfig(function="model"), str(tmp_path / "scorer")
+    with pytest.raises(ConfigError, match=r"^served.reward.path: cannot read .*config.json"):
         check_model(asked)
     config(tmp_path / "scorer")
-    with pytest.raises(ConfigError, match=r"^reward.model: .* is no reward model but a Qwen3ForCausalLM"):
+    with pytest.raises(ConfigError, match=r"^served.reward.path: .* is no reward model but a Qwen3ForCausalLM"):
         check_model(asked)
     config(tmp_path / "scorer", REWARD_MODEL)
     check_model(asked)
+
+
+def test_models_that_answer_are_looked_at_before_the_run_starts(tmp_path):
+    for name in ("policy", "helper"):
+        (tmp_path / name).mkdir()
+    asked = config(tmp_path / "policy")
+    asked.served.user = ServedModelConfig(path=str(tmp_path / "nowhere"))
+    with pytest.raises(ConfigError, match=r"^served.user.path: there is no folder .*nowhere"):
+        check_model(asked)
+    asked.served.user.path = str(tmp_path / "helper")
+    config(tmp_path / "helper", REWARD_MODEL)
+    with pytest.raises(ConfigError, match=r"^served.user.path: .* is a reward model"):
+        check_model(asked)
+    config(tmp_path / "helper", GOOD)
+    check_model(asked)
+    asked.served.user.tp = 3
+    with pytest.raises(ConfigError, match=r"^served.user.tp: 3 does not divide"):
+        check_model(asked)
+    asked.served.user.tp, asked.served.user.max_length = 1, 10**6
+    with pytest.raises(ConfigError, match=r"^served.user.max_length: 1000000, but .* has max_position_embeddings=\d+$"):
+        longest(asked, "user")
+    asked.served.user.max_length = 0
+    assert longest(asked, "user") == min(asked.longest_sequence + 1024, GOOD["max_position_embeddings"])
 
 
 def test_a_language_model_is_described_as_a_reward_model():

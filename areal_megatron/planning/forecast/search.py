@@ -233,10 +233,8 @@ class Search:
         """Returns the best guess for each size of the engines, where trainers take `seconds` seconds."""
         found = []
         for option in self._engines:
-            reward = (
-                self._config.reward.model_engines * self._config.reward.model_tp if self._config.reward.model else 0
-            )
-            engines = self._cluster.engines(ranks + reward, option.tp)
+            served = sum(model.engines * model.tp for model in self._config.served_models.values())
+            engines = self._cluster.engines(ranks + served, option.tp)
             if engines < 1:
                 continue
             weights = self._weights(ranks, option, engines)

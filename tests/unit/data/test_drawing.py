@@ -311,9 +311,9 @@ def test_a_reward_model_is_known_wherever_it_is(folder, world):
     scorer = folder / "scorer"
     shutil.copytree(world / "model", scorer)
     config = config_of(folder)
-    config.reward.function, config.reward.model = "model", str(scorer)
+    config.reward.function, config.served.reward.path = "model", str(scorer)
     saved = saved_by(config, folder)
-    config.reward.model = shutil.move(scorer, folder / "moved")
+    config.served.reward.path = shutil.move(scorer, folder / "moved")
     now, prompts = drawn(config)
     assert goes_on(saved, now, prompts, folder, own=True)
     weights = folder / "moved" / "model.safetensors"
@@ -321,7 +321,7 @@ def test_a_reward_model_is_known_wherever_it_is(folder, world):
     held[len(held) // 2] ^= 1
     weights.write_bytes(held)
     now, prompts = drawn(config)
-    with pytest.raises(ConfigError, match=r"reward\.model: the checkpoint was made with another reward model"):
+    with pytest.raises(ConfigError, match=r"served\.reward\.path: the checkpoint was made with another model"):
         goes_on(saved, now, prompts, folder, own=True)
 
 

@@ -5,19 +5,19 @@ from typing import get_args
 
 import pytest
 
-from areal_megatron.config import Config, DataConfig, LoraConfig, RewardConfig
-from areal_megatron.engine import reward_server
+from areal_megatron.config import Config, DataConfig, LoraConfig, ServedConfig, ServedModelConfig
 from areal_megatron.engine.adapters import RANKS, slots
+from areal_megatron.engine.served import served
 from areal_megatron.models.adapter import Adapter
 from areal_megatron.models.architecture import architecture, read_config
 
 MODELS = Path(__file__).resolve().parents[3] / "configs" / "models"
 
 
-def test_a_reward_model_has_no_adapter():
-    lora, reward = LoraConfig(rank=8), RewardConfig(model=str(MODELS / "Qwen3-8B"))
-    config = Config(name="x", updates=1, data=DataConfig(train="t"), lora=lora, reward=reward)
-    assert config.engines_adapt and not reward_server.served(config).engines_adapt
+def test_a_served_model_has_no_adapter():
+    lora, models = LoraConfig(rank=8), ServedConfig(user=ServedModelConfig(path=str(MODELS / "Qwen3-8B")))
+    config = Config(name="x", updates=1, data=DataConfig(train="t"), lora=lora, served=models)
+    assert config.engines_adapt and not served(config, "user").engines_adapt
 
 
 def test_the_ranks_are_vllm_s():

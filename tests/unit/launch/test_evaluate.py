@@ -474,6 +474,24 @@ def test_what_cannot_be_evaluated_of_an_adapter_is_said_in_one_line(world, tmp_p
     assert "adapter_config.json" in refused(adapter, data, "--base", base)
 
 
+def test_a_workflow_that_may_ask_a_served_model_is_not_evaluated_without(world, tmp_path):
+    run, data = tmp_path / "mine", tmp_path / "eval.jsonl"
+    shutil.copytree(world / "model", run / "hf")
+    data.write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    for workflow, refused in (("mine:run", True), ("single_turn", False)):
+        values = {"MODEL": world / "model", "TRAIN": data, "EVAL": data, "WORKFLOW, turns: 2": workflow}
+        text = RUN + f"served: {{user: {{path: {world / 'model'}}}}}\n"
+        for name, value in values.items():
+            text = text.replace(name, str(value))
+        (run / "config.yaml").write_text(text)
+        options = evaluate._options([str(run)])
+        if refused:
+            with pytest.raises(ConfigError, match=r"workflows that may ask served.user, .* areal evaluate .*/hf DATA$"):
+                evaluate.config_of_run(options, run)
+        else:
+            assert not evaluate.config_of_run(options, run).served_models
+
+
 def test_a_mistake_in_a_runs_workflow_is_told_before_an_engine_is_started(world, tmp_path, monkeypatch):
     (tmp_path / "mistaken.py").write_text("async def run(episode):\n    await episode.sample(1)\n")
     monkeypatch.syspath_prepend(tmp_path)

@@ -11,8 +11,8 @@ from areal_megatron.config import (
     DataConfig,
     MachineConfig,
     ModelConfig,
-    RewardConfig,
     RolloutConfig,
+    ServedModelConfig,
     TrainerConfig,
 )
 from areal_megatron.planning.pools import Node, Slot, allocate, whole
@@ -56,22 +56,33 @@ def test_sft_has_trainers_only():
     assert [p.name for p in replay.processes] == ["controller", "trainer-0", "trainer-1"]
 
 
-def test_engines_of_a_reward_model_have_slots_of_their_own():
+def test_engines_of_served_models_have_slots_of_their_own():
     asked = config(dp=2, engines=2)
-    asked.reward = RewardConfig(function="model", model="m", model_engines=2, model_tp=2)
-    placement = allocate(asked, slots(8))
+    asked.served.reward = ServedModelConfig(path="m", engines=2, tp=2)
+    asked.served.user = ServedModelConfig(path="u", engines=3)
+    placement = allocate(asked, slots(11))
     taken = [slot for process in placement.processes for slot in process.slots]
-    assert len(taken) == len(set(taken)) == 8
+    assert len(taken) == len(set(taken)) == 11
     assert [(p.name, len(p.slots)) for p in placement.pool("reward")] == [("reward-0", 2), ("reward-1", 2)]
-    with pytest.raises(ConfigError, match=r"need 8 slots .*reward.model_engines=2 × model_tp=2 is 4.*there are 7"):
-        allocate(asked, slots(7))
-    trainers, engines = ([Node(name, tuple(range(6)))] for name in ("t", "e"))
+    assert [(p.name, len(p.slots)) for p in placement.pool("user")] == [(f"user-{e}", 1) for e in range(3)]
+    with pytest.raises(
+        ConfigError,
+        match=r"need 11 slots .*served.user.engines=3 × tp=1 is 3, served.reward.engines=2 × tp=2 is 4.*there are 10",
+    ):
+        allocate(asked, slots(10))
+    trainers, engines = ([Node(name, tuple(range(9)))] for name in ("t", "e"))
     apart = allocate(asked, trainers, engines)
-    nodes = {"controller": "t", "trainer": "t", "rollout": "e", "reward": "e"}
+    nodes = {"controller": "t", "trainer": "t", "rollout": "e", "reward": "e", "user": "e"}
     assert {p.pool: p.node for p in apart.processes} == nodes
-    asked.reward.model_tp = 4
-    with pytest.raises(ConfigError, match=r"reward.model_tp: reward-0 would be on 2 nodes"):
-        allocate(asked, [Node(name, (0, 1)) for name in "abcdefg"])
+    many = config(dp=16, engines=8)
+    many.served = asked.served
+    table = allocate(many, [Node(name, tuple(range(8))) for name in "abcd"]).table().splitlines()
+    assert "8 engines of 1, 3 engines of served.user of 1, 2 engines of served.reward of 2; controller" in table[0]
+    assert table[1].split() == ["node", "trainer", "ranks", "engines", "user", "reward", "idle", "slots"]
+    assert table[-1].split() == ["d", "-", "-", "0–2", "0–1", "1"]
+    asked.served.reward.tp = 4
+    with pytest.raises(ConfigError, match=r"served.reward.tp: reward-0 would be on 2 nodes"):
+        allocate(asked, [Node(name, (0, 1)) for name in "abcdefgh"])
     asked.mode = "sft"
     assert not allocate(asked, slots(2)).pool("reward")
 

@@ -10,7 +10,16 @@ from typing import ClassVar
 
 import pytest
 
-from areal_megatron.config import Config, ConfigError, DataConfig, ModelConfig, RewardConfig, config_file
+from areal_megatron.config import (
+    Config,
+    ConfigError,
+    DataConfig,
+    ModelConfig,
+    RewardConfig,
+    ServedConfig,
+    ServedModelConfig,
+    config_file,
+)
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.reward.function import load_function
 from areal_megatron.reward.model import sigmoid
@@ -49,9 +58,14 @@ def run(world, tmp_path):
     """A run with two engines of a reward model, one of which has gone, and with it its port."""
     run = Run(tmp_path / "run")
     run.create()
-    reward = RewardConfig(function="model", model=str(world / "model"), model_engines=2)
+    reward, served = RewardConfig(function="model"), ServedConfig(reward=ServedModelConfig(str(world / "model"), 2))
     config = Config(
-        name="x", updates=1, model=ModelConfig(str(world / "model")), data=DataConfig("x.jsonl"), reward=reward
+        name="x",
+        updates=1,
+        model=ModelConfig(str(world / "model")),
+        data=DataConfig("x.jsonl"),
+        reward=reward,
+        served=served,
     )
     config_file.save(config, run.config)
     gone = socket.socket()  # refuses, as it does not listen, and nobody else gets the port
@@ -79,12 +93,12 @@ def test_an_engine_that_is_there_is_asked_for_the_text_as_it_was_trained(run, wo
 def test_announced_texts_are_asked_for_together(run):
     score = load_function("model", 5.0, str(run.folder))
     responses = ["2", "22", "2", "222"]
-    score.expect([("1+1=", response) for response in responses])
+    score.expect([("1+1=", response, "") for response in responses])
     found = [score("1+1=", response, "") for response in responses]
     assert found == [pytest.approx(1 / (1 + math.exp(-5 - len(response)))) for response in responses]
     assert [len(question["input"]) for question in Engine.asked] == [3]
     responses[1] *= 20  # too long: the others have their scores all the same
-    score.expect([("1+1=", response) for response in responses])
+    score.expect([("1+1=", response, "") for response in responses])
     for response in responses:
         if len(response) < 20:
             assert score("1+1=", response, "") > 0.99

@@ -238,7 +238,7 @@ def test_groups_are_shared_out_over_the_workers_in_order(user_function):
     [
         (
             "maths",
-            "'maths' is no reward, expected math, choice, code, model, an http:// or https:// address, or "
+            "'maths' is no reward, expected math, choice, code, model, judge, an http:// or https:// address, or "
             "package.module:function; did you mean 'math'?",
         ),
         ("nowhere:f", "cannot import nowhere: ModuleNotFoundError"),

@@ -61,7 +61,7 @@ async def by_anthropic(api, stream):
     async with anthropic.AsyncAnthropic(base_url=api.anthropic_url, api_key=api.key, max_retries=0) as client:
 
         async def ask():
-            body = {"model": "any", "max_tokens": 300, "system": "calm", "messages": messages, "tools": tools}
+            body = {"model": "policy", "max_tokens": 300, "system": "calm", "messages": messages, "tools": tools}
             if stream:
                 async with client.messages.stream(**body) as events:
                     reply = await events.get_final_message()
@@ -71,7 +71,7 @@ async def by_anthropic(api, stream):
             said.append(reply)
             return reply
 
-        counted = await client.messages.count_tokens(model="any", messages=messages, system="calm", tools=tools)
+        counted = await client.messages.count_tokens(model="policy", messages=messages, system="calm", tools=tools)
         used = [block for block in (await ask()).content if block.type == "tool_use"]
         assert counted.input_tokens == said[0].usage.input_tokens
         sums = [
@@ -91,7 +91,7 @@ async def by_responses(api, stream):
     async with openai.AsyncOpenAI(base_url=api.url, api_key=api.key, max_retries=0) as client:
 
         async def ask():
-            body = {"model": "any", "instructions": "calm", "input": items, "tools": tools, "max_output_tokens": 300}
+            body = {"model": "policy", "instructions": "calm", "input": items, "tools": tools, "max_output_tokens": 300}
             if stream:
                 async with client.responses.stream(**body) as events:
                     reply = await events.get_final_response()
@@ -168,11 +168,11 @@ def test_an_agent_of_openais_package_that_speaks_responses(tmp_path, stream):
 def test_a_response_goes_on_from_an_earlier_one(tmp_path):
     async def agent(api):
         async with openai.AsyncOpenAI(base_url=api.url, api_key=api.key, max_retries=0) as client:
-            first = await client.responses.create(model="any", input="one", instructions="calm")
+            first = await client.responses.create(model="policy", input="one", instructions="calm")
             more = {"previous_response_id": first.id, "instructions": "wild"}
-            await client.responses.create(model="any", input="two", **more)
+            await client.responses.create(model="policy", input="two", **more)
             with pytest.raises(openai.BadRequestError, match="'resp_x' is no reply of this episode"):
-                await client.responses.create(model="any", input="x", previous_response_id="resp_x")
+                await client.responses.create(model="policy", input="x", previous_response_id="resp_x")
 
     ended, world = run(tmp_path, agent, ["<think>t</think>a", "right"])
     assert text_of(world, ended.samples[-1]) == (
@@ -184,8 +184,8 @@ def test_a_response_goes_on_from_an_earlier_one(tmp_path):
 def test_instructions_count_for_one_response(tmp_path):
     async def agent(api):
         async with openai.AsyncOpenAI(base_url=api.url, api_key=api.key, max_retries=0) as client:
-            first = await client.responses.create(model="any", input="one", instructions="calm")
-            await client.responses.create(model="any", input="two", previous_response_id=first.id)
+            first = await client.responses.create(model="policy", input="one", instructions="calm")
+            await client.responses.create(model="policy", input="two", previous_response_id=first.id)
 
     ended, world = run(tmp_path, agent, ["a", "right"])
     assert "calm" not in text_of(world, ended.samples[-1]) and "one" in text_of(world, ended.samples[-1])
@@ -200,9 +200,9 @@ def test_a_response_goes_on_from_the_one_that_it_names(tmp_path):
             episode.openai() as api,
             openai.AsyncOpenAI(base_url=api.url, api_key=api.key, max_retries=0) as client,
         ):
-            first = await client.responses.create(model="any", input="one")
-            await client.responses.create(model="any", input="one")
-            await client.responses.create(model="any", input="two", previous_response_id=first.id)
+            first = await client.responses.create(model="policy", input="one")
+            await client.responses.create(model="policy", input="one")
+            await client.responses.create(model="policy", input="two", previous_response_id=first.id)
 
     def answered(_, number):
         tokens = np.array(answers[number], np.int32)
@@ -220,7 +220,7 @@ def test_answers_with_the_same_parts_are_told_by_what_is_before_them(tmp_path):
     async def agent(api):
         async with anthropic.AsyncAnthropic(base_url=api.anthropic_url, api_key=api.key, max_retries=0) as client:
             asked = [{"role": "user", "content": text} for text in ("one", "two")]
-            body = {"model": "any", "max_tokens": 300}
+            body = {"model": "policy", "max_tokens": 300}
             replies = [await client.messages.create(messages=[one], **body) for one in asked]
             shown = [{"role": "assistant", "content": [b.model_dump() for b in one.content]} for one in replies]
             await client.messages.create(messages=[asked[0], shown[0], {"role": "user", "content": "x"}], **body)
@@ -304,7 +304,7 @@ def test_an_agent_that_shows_no_thinking_gets_none(tmp_path):
 
     async def agent(api):
         async with anthropic.AsyncAnthropic(base_url=api.anthropic_url, api_key=api.key, max_retries=0) as client:
-            body = {"model": "any", "max_tokens": 300, "tools": [{"name": "add", "input_schema": SCHEMA}]}
+            body = {"model": "policy", "max_tokens": 300, "tools": [{"name": "add", "input_schema": SCHEMA}]}
             asked = {"role": "user", "content": "1+2"}
             reply = await client.messages.create(messages=[asked], **body)
             shown = [block.model_dump() for block in reply.content if block.type != "thinking"]

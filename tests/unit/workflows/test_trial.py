@@ -45,6 +45,12 @@ async def text(episode):
     await episode.sample()
     return "right"
 async def parses(episode): return int(await episode.sample())
+async def asks(episode):
+    heard = await episode.served("user").chat([{"role": "user", "content": await episode.sample()}])
+    return float(heard == "I do not know.")
+async def mistaken(episode):
+    await episode.sample()
+    await episode.served("usr").chat([])
 async def silent(episode): return 1.0
 async def exits(episode): exit(3)
 async def dies(episode): os._exit(3)
@@ -56,6 +62,7 @@ MISTAKES = {
     "says": "TypeError: ",
     "imports": "ModuleNotFoundError: No module named 'nowhere'",
     "grouped": "TypeError: Episode.sample() takes",
+    "mistaken": "ConfigError: no model 'usr' is served beside the policy, but user: see served.usr.path",
     "text": "WrongResult: the reward function returned 'right', expected a finite number",
 }
 DOUBTS = {
@@ -72,7 +79,9 @@ def world(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "flows", raising=False)
-    return World(tmp_path / "model", None, None, timeout_s=1.0)
+    made = World(tmp_path / "model", None, None, timeout_s=1.0)
+    made.config.served.user.path = str(tmp_path / "model")
+    return made
 
 
 def of(world, name):
@@ -109,7 +118,7 @@ def test_a_row_that_the_trial_cannot_show_as_it_is_makes_a_mistake_a_doubt(world
     assert refused == "" and told.startswith("warning: rollout.workflow: flows:matches fails for ")
 
 
-@pytest.mark.parametrize("name", ["right", "none", "agent", *MISTAKES, *DOUBTS])
+@pytest.mark.parametrize("name", ["right", "none", "agent", "asks", *MISTAKES, *DOUBTS])
 def test_what_is_a_mistake(world, name):
     found = asyncio.run(trial_process.tried(TrialAsked(of(world, name), world.prompt(), 0.5)))
     first = next(k for k, text in enumerate(FUNCTIONS.splitlines(), 1) if f"def {name}(" in text)

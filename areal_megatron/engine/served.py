@@ -1,0 +1,108 @@
+"""One engine of a frozen model beside the policy's: becomes vLLM's own server, which answers at /v1/completions, or
+scores texts at /classify if it is a reward model's.
+
+    AREAL_SERVED=judge python -m areal_megatron.engine.served --run RUN_DIR --index E
+
+It announces `judge-E` before vLLM has loaded. As with the policy's engines every route asks for the run's secret.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from areal_megatron.config import Config, ConfigError, LoraConfig, RolloutConfig
+from areal_megatron.config.config_file import load
+from areal_megatron.engine.environment import SERVED_MODEL
+from areal_megatron.engine.server import (
+    check_shared_memory,
+    cpu_arguments,
+    overrides,
+    own_cores,
+    reserve_port,
+    server_environment,
+    url,
+)
+from areal_megatron.models.architecture import read_config
+from areal_megatron.process.shown import guard
+from areal_megatron.run import gpu_settings
+from areal_megatron.run.folder import from_command_line, one_line, served_name
+from areal_megatron.run.network import address, socket_settings
+from areal_megatron.run.versions import require
+
+_MORE_TOKENS = 1024
+"""What a text may be longer than prompt and answer: the model may have another template, and other tokens."""
+_RUNNING = 64
+"""Most requests at the same time on CPU, where the KV cache is as large as that asks for."""
+
+
+def served(config: Config, name: str) -> Config:
+    """Returns the config with the served model of this name in the policy's place, as an engine of its own, whose
+    `longest_sequence` is what it takes."""
+    own = config.served_models[name]
+    rollout = RolloutConfig(
+        engines=own.engines,
+        tp=own.tp,
+        max_new_tokens=max(longest(config, name) - 1, 1),
+        max_running=min(config.rollout.max_running, _RUNNING) if config.machine.is_cpu else config.rollout.max_running,
+        start_timeout_s=config.rollout.start_timeout_s,
+        first_weights="model",
+    )
+    dtype = config.model.dtype if own.dtype == "model" else own.dtype
+    model = replace(config.model, path=own.path, dtype=dtype)
+    data = replace(config.data, max_prompt_tokens=1)
+    return replace(config, model=model, data=data, lora=LoraConfig(), rollout=rollout)
+
+
+def longest(config: Config, name: str) -> int:
+    """Returns max_length of a served model, where 0 is decided. Raises ConfigError if the model takes less."""
+    own = config.served_models[name]
+    most = read_config(own.path).get("max_position_embeddings") or sys.maxsize
+    if own.max_length > most:
+        raise ConfigError(
+            f"served.{name}.max_length: {own.max_length}, but {own.path} has max_position_embeddings={most}"
+        )
+    return own.max_length or min(config.longest_sequence + _MORE_TOKENS, most)
+
+
+def command(config: Config, name: str, host: str, port: int) -> list[str]:
+    """Returns vLLM's command line; `config` is `served`."""
+    rollout, hf_config = config.rollout, read_config(config.model.path)
+    words = [sys.executable, "-m", "areal_megatron.engine.serving"]
+    words += ["--model", str(Path(config.model.path).absolute()), "--served-model-name", name]
+    words += ["--host", host, "--port", str(port)]
+    words += ["--middleware", "areal_megatron.engine.guard.TokenGuard", "--disable-uvicorn-access-log"]
+    words += ["--config-format", "hf", "--load-format", "hf"]
+    words += ["--dtype", config.model.dtype, "--tensor-parallel-size", str(rollout.tp)]
+    words += ["--max-model-len", str(config.longest_sequence), "--max-num-seqs", str(rollout.max_running)]
+    if name == "reward":
+        words += ["--runner", "pooling"]
+    else:
+        words += ["--generation-config", "vllm", "--hf-overrides", json.dumps(overrides(config, hf_config))]
+    return words + (cpu_arguments(config, hf_config) if config.machine.is_cpu else [])
+
+
+@one_line()
+def main() -> None:
+    guard()
+    run, index = from_command_line("areal_megatron.engine.served")
+    config, name = load(run.config), os.environ[SERVED_MODEL]
+    require("rollout", config)
+    check_shared_memory()
+    config, host = served(config, name), address(config.machine.host)
+    cpus = own_cores(config)
+    port, _reservation = reserve_port(host)
+    run.announce(served_name(name, index), url(host, port))
+    words = command(config, name, host, port)
+    gpu_settings.set_defaults()
+    if not config.machine.is_cpu:
+        gpu_settings.check(os.environ)
+    environment = socket_settings(config.machine.host) | os.environ | server_environment(config, run, cpus)
+    os.execve(words[0], words, environment)
+
+
+if __name__ == "__main__":
+    main()

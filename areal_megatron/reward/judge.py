@@ -1,0 +1,104 @@
+"""Scores of a judge: a language model that is served beside the policy is asked, and its verdict is read.
+
+A judge without a verdict says nothing about the answer: there is no score, but a failure, and it is asked again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import reprlib
+from collections.abc import Sequence
+
+from areal_megatron.config import Config, ConfigError, JudgeConfig, config_file
+from areal_megatron.reward.no_score import ServiceAway
+from areal_megatron.reward.served import Said, ServedModels
+from areal_megatron.run.folder import Run
+
+Text = tuple[str, str, str]
+"""A prompt, a response and the right answer."""
+_PLACE = re.compile(r"\{(prompt|response|answer)\}")
+
+
+class NoVerdict(ValueError):
+    """A judge was asked, and fewer than half of what it said had a verdict."""
+
+
+def function(folder: str, limit_s: float) -> JudgeScores:
+    """Returns the reward function of the run in `folder`, which waits up to `limit_s` seconds for verdicts.
+
+    Raises ConfigError if there is no run, as in an evaluation by hand.
+    """
+    if not folder:
+        raise ConfigError("reward.function: a judge is served in runs alone; name another function here")
+    run = Run(folder)
+    return JudgeScores(config_file.load(run.config), run, limit_s)
+
+
+class JudgeScores:
+    """The reward function: the mean of the judge's verdicts.
+
+    An engine rates several responses at once much faster than one after the other, so those that were announced are
+    asked about together.
+    """
+
+    def __init__(self, config: Config, run: Run, limit_s: float):
+        self._judge, self._models, self._limit_s = config.reward.judge, ServedModels(config, run), limit_s
+        self._coming: list[Text] = []
+        self._found: dict[Text, float | Exception] = {}
+
+    def expect(self, texts: Sequence[Text]) -> None:
+        """Announces the texts that are going to be asked about."""
+        self._coming, self._found = list(texts), {}
+
+    def __call__(self, prompt: str, response: str, answer: str) -> float:
+        """Returns the score. Raises NoVerdict, and what `ServedModels.chat` raises."""
+        text = prompt, response, answer
+        if text not in self._found:
+            asked = list(dict.fromkeys([text, *self._coming]))
+            self._found |= dict(zip(asked, asyncio.run(self._scores(asked)), strict=True))
+            self._coming = []
+        score = self._found[text]
+        if isinstance(score, ServiceAway):  # all are asked about again
+            self._coming = [one for one, found in self._found.items() if isinstance(found, ServiceAway)]
+            self._found = {one: found for one, found in self._found.items() if one not in self._coming}
+        if isinstance(score, Exception):
+            raise score
+        return score
+
+    async def _scores(self, texts: Sequence[Text]) -> list[float | Exception]:
+        return await asyncio.gather(*map(self._score, texts), return_exceptions=True)
+
+    async def _score(self, text: Text) -> float:
+        said = await self._models.chat("judge", asked(self._judge, text), n=self._judge.samples, limit_s=self._limit_s)
+        return score_of(self._judge, said)
+
+
+def asked(judge: JudgeConfig, text: Text) -> list[dict[str, str]]:
+    """Returns what the judge is asked, as messages. What the policy says stays as it is, `{answer}` included."""
+    values = dict(zip(("prompt", "response", "answer"), text, strict=True))
+    return [{"role": "user", "content": _PLACE.sub(lambda place: values[place[1]], judge.question)}]
+
+
+def score_of(judge: JudgeConfig, said: Sequence[Said]) -> float:
+    """Returns the mean score of what the judge has said, of those with a verdict. Raises NoVerdict if these are fewer
+    than half."""
+    scores = [score for score in (verdict(judge, one) for one in said) if score is not None]
+    if 2 * len(scores) < len(said) or not scores:
+        example = next(one.text for one in said if verdict(judge, one) is None)
+        raise NoVerdict(
+            f"{len(said) - len(scores)} of {len(said)} answers of served.judge have no verdict (reward.judge.verdict), "
+            f"such as {reprlib.repr(example[-100:])}"
+        )
+    return sum(scores) / len(scores)
+
+
+def verdict(judge: JudgeConfig, said: Said) -> float | None:
+    """Returns the score that an answer of the judge gives; None if it gives none, a number beyond the scale, or was cut
+    before its end, where a number may have been cut too."""
+    found = re.findall(judge.verdict, said.text) if said.ended else []
+    try:
+        score = (float(found[-1]) - judge.worst) / (judge.best - judge.worst)
+    except (IndexError, ValueError):
+        return None
+    return score if 0 <= score <= 1 else None

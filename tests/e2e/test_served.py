@@ -1,0 +1,68 @@
+"""A whole run beside which models are served: a user, whom episodes ask, and a judge, who scores them."""
+
+import json
+import os
+import signal
+from fractions import Fraction
+
+from areal_megatron.data.dumps import dumped
+from areal_megatron.data.dumps import read as read_dump
+from areal_megatron.observe.metrics import read_metrics
+from areal_megatron.run.folder import Run
+from tests.e2e.test_run import small
+
+SAMPLES, BEST, TOKENS = 4, 9, 6
+
+
+def test_a_run_asks_a_user_and_a_judge_who_are_killed_meanwhile(local_run, world, tmp_path):
+    """The untrained judge writes digits at random, the last of which is its verdict. Episodes wait for both while they
+    are away: no reward fails for it, and what the user says is not trained."""
+    rows = [{"prompt": f"{a}+{a + 1}=", "answer": str(2 * a + 1), "response_tokens": TOKENS} for a in range(10, 99)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    changes = {
+        "data.train": tmp_path / "rows.jsonl",
+        "data.eval": "",
+        "rollout.workflow": "tests.support.served_flows:asks_a_user",
+        "rollout.turns": 2,
+        "rollout.samples": "individual",
+        "rollout.max_new_tokens": 300,  # room for the conversation
+        "rollout.max_staleness": 1,
+        "rollout.dump": True,
+        "served.user.path": world / "model",
+        "served.user.max_new_tokens": 16,
+        "served.judge.path": world / "model",
+        "served.judge.max_new_tokens": 350,
+        "reward.function": "judge",
+        "reward.judge.prompt": "1+{prompt}{response}",
+        "reward.judge.verdict": r"(\d)",
+        "reward.judge.best": BEST,
+        "reward.judge.samples": SAMPLES,
+        "machine.slots": 4,
+        "updates": 4,
+    }
+    started = local_run("served", *small(world, **changes), "--restarts=2")
+    run = Run(started.folder)
+
+    def updates():
+        return [line for line in read_metrics(run) if line["kind"] == "update"] if run.metrics.exists() else []
+
+    started.wait_for(updates)
+    for name in ("user-0", "judge-0"):
+        os.kill(started.pid(name), signal.SIGKILL)
+    assert started.wait() == 0, started.output
+    for name in ("user-0", "judge-0"):
+        assert f"{name} was killed by SIGKILL" in started.output
+    lines = updates()
+    assert len(lines) == 4 and lines[-1]["workflow_failures"] == lines[-1]["reward_failures"] == 0
+    assert all(line["turns_mean"] > 1.5 for line in lines)
+
+    scores = {Fraction(total, BEST * count) for count in range(2, SAMPLES + 1) for total in range(BEST * count + 1)}
+    given, asked = set(), []
+    for path in dumped(run.trajectories).values():
+        for trajectory in read_dump(path).trajectories:
+            score = (trajectory.reward + 5) / 10
+            assert min(abs(score - possible) for possible in scores) < 1e-6
+            given.add(round(score, 6))
+            asked.append(len(trajectory.prompt))
+            assert trajectory.loss_mask.sum() == len(trajectory.response) == TOKENS
+    assert len(given) > 10 and max(asked) > min(asked) + TOKENS  # first answers, and second ones after what was said
