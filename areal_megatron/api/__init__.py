@@ -1,0 +1,6 @@
+"""What scripts and notebooks import: runs as objects (docs/python.md)."""
+
+from areal_megatron.api.run import Run, RunFailed, load
+from areal_megatron.config import Config, ConfigError
+
+__all__ = ["Config", "ConfigError", "Run", "RunFailed", "load"]

@@ -1,0 +1,244 @@
+"""Runs from Python, a script or a notebook: the programs of the command `areal`, as objects.
+
+    import areal_megatron as areal
+
+    def short(prompt, response, answer):
+        return -float(len(response))
+
+    run = areal.Run("configs/tiny_cpu.yaml", name="short", updates=20, reward={"function": short})
+    run.start()
+    for line in run.metrics():
+        print(line["version"], line["reward_mean"])
+    run.wait()
+
+Imports neither torch nor vllm.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from areal_megatron.api.functions import import_path
+from areal_megatron.checkpoint.folder import complete
+from areal_megatron.command import COMMANDS
+from areal_megatron.config import Config, ConfigError, config_file
+from areal_megatron.observe.metrics import MetricsReader, read_status
+from areal_megatron.observe.status import Status
+from areal_megatron.run.folder import Run as RunFolder
+from areal_megatron.run.folder import RunError
+
+_POLL_S = 0.2
+_KEPT_LINES = 50
+"""Lines of a program that an error may show."""
+_WRONG_INPUT, _STOPPED = 2, 75
+
+
+class RunFailed(RunError):
+    """A program has failed: the message is the last line that it has printed."""
+
+
+def load(config: str | Path, **keys: Any) -> Config:
+    """Returns the config of a YAML file with other values for some keys, as `Run` takes them. Raises ConfigError."""
+    return config_file.load(config, [*_overrides(keys, _unmoved)])
+
+
+class Run:
+    """A run and its folder: to be started, or started before, here or elsewhere.
+
+    `config` is a YAML file, or a Config that `load` has returned. `keys` override its keys: `updates=20`, or those of a
+    section, `rollout={"max_staleness": 2}`. In place of a function's import path the function itself may stand
+    (docs/python.md). Raises ConfigError for what is wrong with config, keys and functions.
+    """
+
+    def __init__(self, config: str | Path | Config, **keys: Any):
+        self._paths: list[str] = []
+        self._program_of_run: _Program | None = None
+        if isinstance(config, Config):
+            self._written = tempfile.TemporaryDirectory(prefix="areal-")  # removed with this object
+            config_file.save(config, Path(self._written.name, "config.yaml"))
+            config = Path(self._written.name, "config.yaml")
+        self._config = Path(config).absolute()
+        plain = config_file.load(self._config, [*_overrides(keys, lambda function: function.__name__ + ":f")])
+        self.folder = (Path(plain.runs_dir) / plain.name).absolute()
+        """Where the run is, or will be."""
+        self._overrides = [*_overrides(keys, self._moved)]
+        self.config: Config = config_file.load(self._config, self._overrides)
+
+    def start(self, *options: str, quiet: bool = False) -> None:
+        """Starts the run on this machine, or resumes it, and returns when it has begun.
+
+        `options`: those of `areal train`, such as "--restarts=1". The run's progress is printed, unless `quiet`. Raises
+        ConfigError for wrong input, RunFailed if the run ends before it begins, and RunError if this object has started
+        it already.
+        """
+        if self._program_of_run and self._program_of_run.is_running:
+            raise RunError(f"{self.folder} has been started by this object already, and is running")
+        before = self._starts()
+        started = self._program("train", str(self._config), *self._overrides, *options, quiet=quiet)
+        self._program_of_run = started
+        while self._starts() == before and started.is_running:
+            time.sleep(_POLL_S)
+        if not started.is_running:
+            started.wait()
+
+    def submit(self, *options: str) -> str:
+        """Has Slurm start the run: `options` are those of `areal submit`, such as "--nodes=2", "--gpus=8". Returns what
+        the program says. Raises ConfigError or RunFailed."""
+        return self._program("submit", str(self._config), *self._overrides, *options, quiet=True).wait()
+
+    def wait(self, timeout_s: float | None = None) -> Status:
+        """Returns the last status when the run, started by this object, has ended or was stopped.
+
+        Raises RunFailed if it failed, ConfigError for wrong input, TimeoutError after `timeout_s` seconds, and RunError
+        if this object has not started it.
+        """
+        if self._program_of_run is None:
+            raise RunError(f"{self.folder} was not started by this object")
+        self._program_of_run.wait(timeout_s)
+        return self.status
+
+    def stop(self) -> None:
+        """Asks the run to save a checkpoint and to end."""
+        RunFolder(self.folder).stop.touch()
+
+    def kill(self) -> None:
+        """Ends the run that this object has started, as Ctrl-C does, without a checkpoint."""
+        if self._program_of_run and self._program_of_run.is_running:
+            self._program_of_run.process.send_signal(signal.SIGINT)
+            self._program_of_run.process.wait()
+
+    @property
+    def status(self) -> Status:
+        """What the run does at the moment."""
+        return read_status(RunFolder(self.folder))
+
+    def metrics(self, kind: str = "update") -> Iterator[dict[str, Any]]:
+        """Yields the lines of metrics.jsonl of a kind (docs/metrics.md), from the first one on, as they are written.
+
+        It ends when the run that this object has started does, else with the newest line. What a resumed run does again
+        comes again.
+        """
+        reader = MetricsReader(RunFolder(self.folder))
+        running = True
+        while running:
+            running = self._program_of_run is not None and self._program_of_run.is_running
+            yield from (line for line in reader.new() if line["kind"] == kind)
+            if running:
+                time.sleep(_POLL_S)
+
+    def evaluate(self, *arguments: str, out: str | Path | None = None, quiet: bool = False) -> dict[str, Any]:
+        """Returns the figures of an evaluation of the run's model: what `areal evaluate` writes as result.json.
+
+        `arguments`: those of `areal evaluate` after the run's folder, such as a file and "--n=8". `out`: a new folder
+        for result and answers, which are not kept without it. Raises ConfigError or RunFailed.
+        """
+        with tempfile.TemporaryDirectory(prefix="areal-") as folder:
+            made = Path(out or Path(folder, "evaluation")).absolute()
+            self._program("evaluate", str(self.folder), *arguments, f"--out={made}", quiet=quiet).wait()
+            return json.loads((made / "result.json").read_text(encoding="utf-8"))
+
+    def export(self, out: str | Path, version: int | None = None) -> Path:
+        """Writes the Hugging Face folder of a checkpoint, by default of the newest. Raises ConfigError or RunFailed."""
+        name = f"version-{version:06d}" if version is not None else ""
+        saved = complete(RunFolder(self.folder)) if self._starts() else []
+        found = [path for path in saved if name in ("", path.name)]
+        if not found:
+            has = ", ".join(path.name for path in saved) or "none"
+            raise ConfigError(f"{self.folder} has no checkpoint {name or 'yet'}, there are: {has}")
+        self._program("convert", "to-hf", str(found[-1]), str(out), quiet=True).wait()
+        return Path(out)
+
+    def _starts(self) -> int:
+        """Returns how often the run has been started."""
+        with suppress(OSError, ConfigError):
+            return len(RunFolder(self.folder).starts())
+        return 0
+
+    def _moved(self, function: Callable) -> str:
+        """Returns the import path of a function, for processes of the run."""
+        path, folder = import_path(function, self.folder.with_name(f"{self.folder.name}-functions"))
+        self._paths += [str(folder)] if folder else []
+        return path
+
+    def _program(self, name: str, *arguments: str, quiet: bool) -> _Program:
+        return _Program(name, arguments, self._paths, quiet)
+
+
+class _Program:
+    """A program of the command `areal` that runs. A thread keeps its last lines, and prints all unless `quiet`."""
+
+    def __init__(self, name: str, arguments: Sequence[str], paths: Sequence[str], quiet: bool):
+        """`paths`: further folders of modules."""
+        path = os.pathsep.join([*dict.fromkeys(paths), *filter(None, [os.environ.get("PYTHONPATH")])])
+        self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
+        self._quiet = quiet
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", COMMANDS[name].module, *arguments],
+            env=os.environ | ({"PYTHONPATH": path} if path else {}),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            encoding="utf-8",
+            errors="replace",
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    @property
+    def is_running(self) -> bool:
+        return self.process.poll() is None
+
+    def wait(self, timeout_s: float | None = None) -> str:
+        """Returns the last lines once it has ended. Raises ConfigError for wrong input, RunFailed if it has failed, and
+        TimeoutError."""
+        try:
+            code = self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise TimeoutError(f"not ended within {timeout_s:g} s") from None
+        self._reader.join()
+        if code in (0, _STOPPED):
+            return "\n".join(self._lines)
+        errors = [line.removeprefix("error: ") for line in self._lines if line.startswith("error: ")]
+        last = (errors or [line for line in self._lines if line] or [f"exit code {code}"])[-1]
+        raise (ConfigError if code == _WRONG_INPUT else RunFailed)(last)
+
+    def _read(self) -> None:
+        for line in self.process.stdout:
+            self._lines.append(line.rstrip())
+            if not self._quiet:
+                print(line, end="", flush=True)
+
+
+def _overrides(keys: Mapping[str, Any], moved: Callable[[Callable], str], before: str = "") -> Iterator[str]:
+    """Yields `key=value` for each key. Raises ConfigError for a value that no key has."""
+    for key, value in keys.items():
+        name = f"{before}{key}"
+        if isinstance(value, Mapping):
+            yield from _overrides(value, moved, f"{name}.")
+        elif callable(value):
+            yield f"{name}={moved(value)}"
+        elif value is None:
+            yield f"{name}="
+        elif isinstance(value, bool | int | float):
+            yield f"{name}={json.dumps(value)}"
+        elif isinstance(value, str | os.PathLike):
+            yield f"{name}={os.fspath(value)}"
+        else:
+            raise ConfigError(f"{name}: must be a text, a number, a function or a section, is {type(value).__name__}")
+
+
+def _unmoved(function: Callable) -> str:
+    raise ConfigError(f"{function.__name__}: functions are given to areal_megatron.Run, not to load")

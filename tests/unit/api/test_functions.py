@@ -1,0 +1,134 @@
+"""Functions of scripts and notebooks, as other processes get them."""
+
+import importlib.util
+import json
+import linecache
+import math
+import re
+import sys
+import types
+
+import pytest
+
+from areal_megatron.api.functions import import_path
+from areal_megatron.config import ConfigError
+from tests.support.rewards import short
+
+CELL = """
+import math as m
+import json
+from collections import Counter
+from tests.support.rewards import coarse
+
+WEIGHTS = {"a": 1.5, "b": (2, None)}
+NUMBER = re.compile(r"\\d+", re.I)
+
+def digits(text):
+    return [int(one) for one in NUMBER.findall(text)]
+
+def score(prompt, response, answer):
+    def root(x):
+        return m.sqrt(x)
+    counted = Counter(response)
+    most = max(counted.values(), default=0)
+    return root(sum(digits(response))) + WEIGHTS["a"] + coarse(prompt, response, answer) + most
+"""
+
+
+def cell(text, **given):
+    """What a notebook has after a cell was run: functions of `__main__`, whose source linecache knows."""
+    namespace = {"__name__": "__main__", "re": re, **given}
+    name = f"<cell-{abs(hash(text))}>"
+    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+    exec(compile(text, name, "exec"), namespace)
+    return namespace
+
+
+def elsewhere(path, folder):
+    """The function that another process finds by an import path."""
+    module, _, name = path.partition(":")
+    spec = importlib.util.spec_from_file_location(module, folder / f"{module}.py")
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    return getattr(made, name)
+
+
+def test_a_function_of_a_notebook_travels_with_what_it_uses(tmp_path):
+    here = cell(CELL)["score"]
+    path, folder = import_path(here, tmp_path / "my run-functions")
+    assert path == "score_of_my_run_functions:score" and folder == tmp_path / "my run-functions"
+    there = elsewhere(path, folder)
+    for response in ("9 and 16", "", "ab1"):
+        assert there("", response, "") == here("", response, "")
+    assert there("", "9 16", "") == math.sqrt(25) + 1.5 + 1.0 + 1
+
+
+def test_a_function_that_is_written_again_takes_the_place_of_the_first(tmp_path):
+    for value in (1, 2):
+        path, folder = import_path(cell(f"def score():\n    return {value}\n")["score"], tmp_path)
+        assert elsewhere(path, folder)() == value
+    assert [file.name for file in tmp_path.iterdir()] == [path.partition(":")[0] + ".py"]
+
+
+def test_functions_that_call_each_other_travel(tmp_path):
+    text = "def even(n):\n    return n == 0 or odd(n - 1)\n\ndef odd(n):\n    return n > 0 and even(n - 1)\n"
+    path, folder = import_path(cell(text)["even"], tmp_path)
+    assert [elsewhere(path, folder)(n) for n in range(4)] == [True, False, True, False]
+
+
+def test_a_function_of_a_module_stays_where_it_is(tmp_path, monkeypatch):
+    path, root = import_path(short, tmp_path / "unused")
+    assert path == "tests.support.rewards:short" and (root / "tests/support/rewards.py").exists()
+    assert import_path(json.dumps, tmp_path / "unused") == ("json:dumps", None)
+    (tmp_path / "mine.py").write_text("def score():\n    return 7\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    import mine
+
+    assert import_path(mine.score, tmp_path / "unused") == ("mine:score", tmp_path)
+    assert not (tmp_path / "unused").exists()
+    del sys.modules["mine"]
+
+
+def around():
+    outer = 5
+
+    def score():
+        return outer
+
+    return score
+
+
+@pytest.mark.parametrize(
+    ("text", "given", "problem"),
+    [
+        (
+            "def score():\n    return model.x\n",
+            {"model": types.SimpleNamespace(x=1)},
+            "score uses 'model', a SimpleName",
+        ),
+        ("def score():\n    return missing\n", {}, "score uses 'missing', which is not defined"),
+        ("class A: pass\ndef score():\n    return A()\n", {}, "score uses 'A', a type, which no other process has"),
+        ("def one():\n    return file\ndef score():\n    return one()\n", {"file": sys.stdout}, "one uses 'file', a "),
+        ("score = lambda: 1\n", {}, "must be written with `def`"),
+        ("import functools\n@functools.cache\ndef score():\n    return 1\n", {}, "score is no function"),
+        (
+            "def same(f):\n    return f\n@same\ndef score():\n    return 1\n",
+            {},
+            "must be written with `def` and without",
+        ),
+        ("score = 5\n", {}, "5 is no function"),
+    ],
+)
+def test_what_cannot_travel_is_refused_in_a_line(tmp_path, text, given, problem):
+    with pytest.raises(ConfigError, match=problem) as error:
+        import_path(cell(text, **given)["score"], tmp_path)
+    assert "\n" not in str(error.value) and not [*tmp_path.iterdir()]
+
+
+def test_a_function_that_has_lost_its_source_or_its_surroundings_is_refused(tmp_path):
+    namespace = {"__name__": "__main__"}
+    exec("def score():\n    return 1\n", namespace)
+    with pytest.raises(ConfigError, match="score has no source to be found: put it into a module"):
+        import_path(namespace["score"], tmp_path)
+    with pytest.raises(ConfigError, match="score uses 'outer' of the function around it"):
+        import_path(around(), tmp_path)
