@@ -21,6 +21,7 @@ from zmq.utils import z85
 from areal_megatron.data.trajectory import BatchPart, decoder, encoder
 from areal_megatron.reshard.session import LinkRef
 from areal_megatron.run.folder import SecretKeys
+from areal_megatron.run.zeromq import SOCKET_OPTIONS
 
 PROTOCOL = 9
 
@@ -215,18 +216,6 @@ def encode_answer(number: int, body: Reply | EncodedBatch) -> bytes:
 def public_key(secret: bytes) -> bytes:
     """Returns the Curve25519 public key of a secret key, in the text form of ZeroMQ (Z85)."""
     return zmq.curve_public(z85.encode(secret))
-
-
-SOCKET_OPTIONS = {
-    zmq.IPV6: 1,  # where the address is one
-    # The kernel answers these for a process that is stopped; heartbeats of ZeroMQ would take it for dead.
-    zmq.TCP_KEEPALIVE: 1,
-    zmq.TCP_KEEPALIVE_IDLE: 60,
-    zmq.TCP_KEEPALIVE_INTVL: 10,
-    zmq.TCP_KEEPALIVE_CNT: 6,
-    zmq.TCP_MAXRT: 120_000,
-}
-"""Both sides close a connection to a machine that is gone, or cut off for two minutes."""
 
 
 class ControllerError(RuntimeError):

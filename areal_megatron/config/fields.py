@@ -341,8 +341,8 @@ class SFTConfig:
     """Supervised fine-tuning on conversations (docs/supervised.md)."""
 
     turns: str = key("all", choices=("all", "last", "marked"))
-    """The messages of the assistant that are trained: all of them, the last one, or those that the row marks with
-    `weight` 1 or `train` true."""
+    """Which messages of the assistant are trained: all, the last one, or those marked with `weight` 1 or `train`
+    true."""
     mean: str = key("token", choices=("token", "row"))
     """What counts alike in the loss: every trained token, or every row of the data, however many samples and tokens it
     has."""

@@ -121,7 +121,7 @@ class EpisodeEnded(msgspec.Struct, tag=True):
     """Counts of this worker since it began, by the names of the metrics."""
 
 
-class RunFailed(msgspec.Struct, tag=True):
+class WorkflowFailed(msgspec.Struct, tag=True):
     """The run is to end."""
 
     number: int
@@ -131,7 +131,7 @@ class RunFailed(msgspec.Struct, tag=True):
 
 
 ToWorker = Begin | RunEpisode | Cancel | AnswerSampled | Judged
-FromWorker = Loaded | Ask | Judge | EpisodeEnded | RunFailed
+FromWorker = Loaded | Ask | Judge | EpisodeEnded | WorkflowFailed
 
 
 class Frames:
@@ -256,10 +256,10 @@ class Worker:
                 account.update(runner.account())
             self._frames.send(EpisodeEnded(number, found, dict(account)))
         except (ConfigError, RunError) as e:
-            self._frames.send(RunFailed(number, printable(str(e)), isinstance(e, ConfigError)))
+            self._frames.send(WorkflowFailed(number, printable(str(e)), isinstance(e, ConfigError)))
         except Exception as e:  # the controller is not to wait for ever
             log.exception("an episode ends the run")
-            self._frames.send(RunFailed(number, printable(f"{type(e).__name__}: {e}"), by_config=False))
+            self._frames.send(WorkflowFailed(number, printable(f"{type(e).__name__}: {e}"), by_config=False))
 
 
 class HeldUp:

@@ -44,7 +44,7 @@ from areal_megatron.workflows.worker import (
     Judged,
     Loaded,
     RunEpisode,
-    RunFailed,
+    WorkflowFailed,
 )
 from areal_megatron.workflows.workflow import KEY
 
@@ -286,7 +286,7 @@ class _Worker:
         match message:
             case EpisodeEnded():
                 running.result.set_result(message.episode)
-            case RunFailed():
+            case WorkflowFailed():
                 kind = ConfigError if message.by_config else RunError
                 running.result.set_exception(kind(message.problem))
             case Ask():

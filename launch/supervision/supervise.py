@@ -58,20 +58,26 @@ class Outcome(enum.IntEnum):
 
 
 def supervise(
-    beginning: Beginning, hosts: Hosts, options: Namespace, lease: Lease, on_poll: Callable[[], None] = lambda: None
+    beginning: Beginning,
+    hosts: Hosts,
+    options: Namespace,
+    lease: Lease,
+    on_poll: Callable[[], None] = lambda: None,
+    term_stops: bool = False,
 ) -> Outcome:
     """Starts the processes of a run that has begun, watches them, and returns how the run ended; leaves no process.
 
     `options` are start.parser's. The run survives the failure of a process while there are `restarts` left: an engine
     is restarted alone, a trainer rank together with all trainer ranks and the controller, and if the controller itself
     fails, everything is restarted. What a process refuses, and a failure that repeats by itself (failure.py), ends the
-    run whatever restarts are left. SIGUSR1 asks the run to save a checkpoint and stop; SIGTERM and SIGINT end it at
-    once, and so does another launcher that takes the next `lease`. `on_poll` is called ten times a second.
+    run whatever restarts are left. SIGUSR1 asks the run to save a checkpoint and stop, and if `term_stops` so does
+    SIGTERM; else SIGTERM ends it at once, as do SIGINT and another launcher that takes the next `lease`. `on_poll` is
+    called ten times a second.
     """
     output.never_fail()
     lease.guard(hosts.guardian)
-    signal.signal(signal.SIGTERM, interrupt)
     signal.signal(signal.SIGUSR1, lambda *_: _ask_to_stop(beginning))
+    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGUSR1) if term_stops else interrupt)
     watch, outcome, problem = _Watch(beginning, hosts, options, lease, on_poll), Outcome.FAILED, ""
     try:
         with hosts:

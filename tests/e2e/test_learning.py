@@ -12,6 +12,7 @@ from areal_megatron.checkpoint.peft import WEIGHTS
 from areal_megatron.observe.metrics import read_metrics
 from areal_megatron.run.folder import Run
 from tests.conftest import ROOT
+from tests.support import bands
 from tests.support.controls import MARK
 from tools import demo
 
@@ -50,6 +51,7 @@ def test_accuracy_rises_with_true_rewards_only(tmp_path, seed):
     print(f"seed {seed}: {before:.3f} → {after:.3f}; shuffled rewards: {control_before:.3f} → {control_after:.3f}")
     assert before < 0.6 and after >= 0.9
     assert control_after - control_before < 0.05
+    bands.check("demo", out / "rl")
 
 
 @pytest.mark.soak
