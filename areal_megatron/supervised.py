@@ -12,7 +12,7 @@ from areal_megatron.data.supervised import SupervisedData
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.process.ending import end
 from areal_megatron.process.shown import guard
-from areal_megatron.run.folder import Run, from_command_line, one_line
+from areal_megatron.run.folder import RunFolder, from_command_line, one_line
 from areal_megatron.run.versions import require
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def teach(
-    config: Config, run: Run, trainer: Trainer, data: SupervisedData, checkpoints: Checkpoints, progress: Progress
+    config: Config, run: RunFolder, trainer: Trainer, data: SupervisedData, checkpoints: Checkpoints, progress: Progress
 ) -> None:
     from areal_megatron.rank.weights import save_hf
 

@@ -38,7 +38,7 @@ from areal_megatron.observe.status import EngineState
 from areal_megatron.planning.pools import Process, Slot
 from areal_megatron.process.shown import guard
 from areal_megatron.run.arguments import Parser, count
-from areal_megatron.run.folder import Run, RunError, engine_index, engine_name
+from areal_megatron.run.folder import RunError, RunFolder, engine_index, engine_name
 from areal_megatron.run.network import Site, join_address, split_address
 
 _POLL_S = 0.5
@@ -77,7 +77,7 @@ def main(arguments: list[str] | None = None) -> int:
         action.add_argument("run", type=Path, help="run folder, e.g. runs/tiny")
     draining.add_argument("engines", nargs="+", metavar="engine-E", help="its name, as areal status shows it")
     options = parser.parse_args(arguments)
-    run = Run(options.run)
+    run = RunFolder(options.run)
     try:
         check_running(run)
         config = config_file.load(run.config)
@@ -95,7 +95,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
 
 
-def check_running(run: Run) -> None:
+def check_running(run: RunFolder) -> None:
     """Raises ConfigError if there is no such run, if others may write its folder, or if it is over."""
     record = last_record(run, run.folder)
     if run.make_private():
@@ -106,7 +106,7 @@ def check_running(run: Run) -> None:
         raise ConfigError(f"{run.folder} is not running: it is {state}")
 
 
-def check_not_shared(run: Run, config: Config) -> None:
+def check_not_shared(run: RunFolder, config: Config) -> None:
     """Raises ConfigError if the trainers and engines of the run have divided the memory of this machine's GPUs."""
     if not config.shares_gpus:
         return
@@ -117,7 +117,7 @@ def check_not_shared(run: Run, config: Config) -> None:
         )
 
 
-def check_elsewhere(run: Run) -> None:
+def check_elsewhere(run: RunFolder) -> None:
     """Raises ConfigError if this machine is one of the run's own, which need no other address."""
     if _here() & _machines(read_record(run)):
         raise ConfigError("--address: this machine has processes of the run already; leave --address out")
@@ -169,7 +169,7 @@ def _own_addresses() -> set[str]:
     return {one.address.partition("%")[0] for one in found if one.family in (socket.AF_INET, socket.AF_INET6)}
 
 
-def add(run: Run, config: Config, options: argparse.Namespace) -> int:
+def add(run: RunFolder, config: Config, options: argparse.Namespace) -> int:
     """Starts engines, looks after them and returns the exit code. Raises ConfigError if they do not fit."""
     groups = slots(config, options.count)
     sites: list[Site] | list[None] = [None] * len(groups)
@@ -189,7 +189,7 @@ class _Added:
 
     def __init__(
         self,
-        run: Run,
+        run: RunFolder,
         config: Config,
         options: argparse.Namespace,
         groups: Sequence[list[int | str]],
@@ -270,7 +270,7 @@ class _Added:
 class Reach:
     """Tells once of an engine at another site that serves, but that the run's controller has not reached."""
 
-    def __init__(self, run: Run):
+    def __init__(self, run: RunFolder):
         self._run = run
         self._since: dict[str, float] = {}
         """When each was first found to serve, by this machine's monotonic clock."""
@@ -298,7 +298,7 @@ class Reach:
         return news
 
 
-def claim(run: Run, first: int) -> str:
+def claim(run: RunFolder, first: int) -> str:
     """Returns a name that no other engine of the run has or will have. `first`: the least number to try."""
     folder = run.folder / "added"
     folder.mkdir(exist_ok=True)
@@ -311,14 +311,14 @@ def claim(run: Run, first: int) -> str:
             index += 1
 
 
-def ask_to_leave(run: Run, engine: str) -> None:
+def ask_to_leave(run: RunFolder, engine: str) -> None:
     """Has an engine answer the requests that it has, and then leave."""
     path = run.drain(engine)
     path.parent.mkdir(exist_ok=True)
     path.touch()
 
 
-def states_of(run: Run) -> dict[str, EngineState]:
+def states_of(run: RunFolder) -> dict[str, EngineState]:
     """Returns the state of each engine, as the controller says."""
     return {engine.name: engine.state for engine in read_status(run).engines}
 
@@ -336,7 +336,7 @@ def slots(config: Config, count: int) -> list[list[int | str]]:
     return [[found[(n * tp + i) % len(found)] for i in range(tp)] for n in range(count or fitting)]
 
 
-def drain(run: Run, names: list[str], timeout_s: float, silence_s: float) -> int:
+def drain(run: RunFolder, names: list[str], timeout_s: float, silence_s: float) -> int:
     """Asks engines to leave the run, waits until they have, and returns the exit code.
 
     Raises ConfigError for engines that cannot leave, if the run ends, or if its launcher writes nothing for silence_s.

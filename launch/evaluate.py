@@ -67,7 +67,7 @@ from areal_megatron.reward.trial import try_rewards
 from areal_megatron.reward.workers import default_count
 from areal_megatron.run import descriptors
 from areal_megatron.run.arguments import Parser
-from areal_megatron.run.folder import Run, RunError, engine_name
+from areal_megatron.run.folder import RunError, RunFolder, engine_name
 from areal_megatron.workflows.episode import EpisodeSpec
 from areal_megatron.workflows.sampling import Decoding, Sampling, sampling_seed
 from areal_megatron.workflows.trial import try_workflows
@@ -186,7 +186,7 @@ class OfflineEvaluation:
         asked = ((prompt, sample) for prompt in self.prompts for sample in range(self.n))
         return [(prompt, sample) for prompt, sample in asked if (prompt.id, sample) not in folder.answers]
 
-    async def run(self, child: Child, run: Run, folder: Folder) -> None:
+    async def run(self, child: Child, run: RunFolder, folder: Folder) -> None:
         """Runs until every answer is in the folder. Raises EngineError, RunError or ConfigError."""
         log_file = folder.path / "rewards.log"
         environments = Environments(self.kinds, output=log_file)
@@ -328,7 +328,7 @@ def _rows(result: dict[str, Any], n: int) -> list[str]:
 
 def fill(evaluation: OfflineEvaluation, folder: Folder) -> None:
     """Runs an engine until all answers are in the folder. Raises EngineError, RunError or ConfigError."""
-    config, run = evaluation.config, Run(folder.path / "engine")
+    config, run = evaluation.config, RunFolder(folder.path / "engine")
     own = slots(config, 1)[0]
     shutil.rmtree(run.folder, ignore_errors=True)  # left by an evaluation that was killed
     run.create()
@@ -342,7 +342,7 @@ def fill(evaluation: OfflineEvaluation, folder: Folder) -> None:
 
 
 @asynccontextmanager
-async def serving(config: Config, run: Run) -> AsyncIterator[Engine]:
+async def serving(config: Config, run: RunFolder) -> AsyncIterator[Engine]:
     """Connects to the engine. Raises EngineError or RunError if it does not serve within rollout.start_timeout_s."""
     deadline = time.monotonic() + config.rollout.start_timeout_s
     while not run.announced_engines() and time.monotonic() < deadline:

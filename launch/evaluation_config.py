@@ -32,7 +32,7 @@ from areal_megatron.hub import hub
 from areal_megatron.models.architecture import read_config
 from areal_megatron.models.dtypes import ITEMSIZE
 from areal_megatron.models.weight_files import ADAPTER
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 from areal_megatron.workflows.workflow import WORKFLOWS
 
 
@@ -69,7 +69,7 @@ def _adapter_of(folder: str) -> LoraConfig:
 
 def export_of(folder: Path) -> Path:
     """Returns the newest model that a run has exported. Raises ConfigError if there is none."""
-    run = Run(folder)
+    run = RunFolder(folder)
     found = [run.hf, *sorted(run.exports.glob("version-*"), reverse=True)]
     for model in found:
         if (model / "config.json").exists() and any(model.glob("*.safetensors")):

@@ -12,7 +12,7 @@ from areal_megatron.config import ConfigError, config_file
 from areal_megatron.launch.supervision import start
 from areal_megatron.process.shown import guard
 from areal_megatron.run.arguments import Parser
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -22,7 +22,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_intermixed_args(arguments)
     try:
         config = config_file.load(options.config, options.overrides)
-        start.fetch(config, Run(config.run_dir))
+        start.fetch(config, RunFolder(config.run_dir))
     except ConfigError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2

@@ -31,7 +31,7 @@ from areal_megatron.launch.supervision.supervise import Outcome, supervise
 from areal_megatron.planning.pools import Node, Process
 from areal_megatron.process.shown import guard
 from areal_megatron.process.silence import SIGN_S, Repeater
-from areal_megatron.run.folder import Replaced, Run
+from areal_megatron.run.folder import Replaced, RunFolder
 from areal_megatron.run.network import check_network
 
 _encode = msgspec.json.encode
@@ -95,7 +95,7 @@ def _check(
     nodes: Nodes,
     count: int,
     places: dict[tuple[str, int | str | None], str],
-    run: Run | None = None,
+    run: RunFolder | None = None,
 ) -> Beginning:
     """Waits for all `count` MPI processes, checks everything, and fills `places` as `slots` returns them. `run`: None
     if nothing is to be started. Raises ConfigError or HostError."""

@@ -36,7 +36,7 @@ from areal_megatron.planning.pools import Node
 from areal_megatron.process.files import read_replaced, write_atomically
 from areal_megatron.process.shown import guard
 from areal_megatron.process.silence import AwakeClock, Repeater, sign_interval
-from areal_megatron.run.folder import Replaced, Run
+from areal_megatron.run.folder import Replaced, RunFolder
 from areal_megatron.run.json_input import read_record
 from areal_megatron.run.network import address, check_network
 from areal_megatron.run.zeromq import SOCKET_OPTIONS
@@ -148,7 +148,7 @@ def _lead(own: Rank, config: Config, options: argparse.Namespace) -> int:
     return code
 
 
-def _check(own: Rank, config: Config, options: argparse.Namespace, nodes: Nodes, run: Run) -> Beginning:
+def _check(own: Rank, config: Config, options: argparse.Namespace, nodes: Nodes, run: RunFolder) -> Beginning:
     """Waits for all processes and checks everything. Raises ConfigError or HostError."""
     found = nodes.gather([_name(number) for number in range(own.world)], config.machine.gather_s)
     check_network(config.machine.host, {each.machine for each in found})
@@ -170,7 +170,7 @@ def _check(own: Rank, config: Config, options: argparse.Namespace, nodes: Nodes,
 class Gathering:
     """The connection of rank 0 to the supervisors of all nodes, its own included. A context manager."""
 
-    def __init__(self, own: Rank, run: Run, config: Config):
+    def __init__(self, own: Rank, run: RunFolder, config: Config):
         self._own, self._file = own, run.folder / "ranks.json"
         self._supervised = ExitStack()
         self._supervisor = self._supervised.enter_context(Supervisor(own.name))
@@ -260,7 +260,7 @@ class Gathering:
 
 def _follow(own: Rank, config: Config) -> int:
     """Supervises this node until rank 0 says with which code to exit. Raises HostError if rank 0 is gone."""
-    run = Run(config.run_dir)
+    run = RunFolder(config.run_dir)
     signal.signal(signal.SIGTERM, lambda *_: _ask_to_stop(run))
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # some starters pass it on to all; rank 0 acts on it
     with Membership(own, run, config) as membership:
@@ -268,7 +268,7 @@ def _follow(own: Rank, config: Config) -> int:
         return membership.serve()
 
 
-def _ask_to_stop(run: Run) -> None:
+def _ask_to_stop(run: RunFolder) -> None:
     try:
         run.stop.touch()
     except OSError as e:
@@ -278,7 +278,7 @@ def _ask_to_stop(run: Run) -> None:
 class Membership:
     """The connection of another rank's process to rank 0. A context manager."""
 
-    def __init__(self, own: Rank, run: Run, config: Config):
+    def __init__(self, own: Rank, run: RunFolder, config: Config):
         self._name, self._silence_s = own.name, config.machine.silence_s
         self._joining = Joined(own.number, own.world, hello(own.name))
         self._file, self._longest_s = run.folder / "ranks.json", config.machine.gather_s

@@ -39,7 +39,7 @@ from areal_megatron.planning.pools import Node
 from areal_megatron.process.files import read_replaced, write_atomically
 from areal_megatron.process.shown import guard
 from areal_megatron.process.silence import Repeater, sign_interval
-from areal_megatron.run.folder import Replaced, Run
+from areal_megatron.run.folder import Replaced, RunFolder
 from areal_megatron.run.json_input import read_record
 from areal_megatron.run.network import check_network
 
@@ -125,7 +125,9 @@ def _run(job: Job, config: Config, options: argparse.Namespace, lease: Lease) ->
     return supervise(beginning, nodes, options, lease, TimeLimit(beginning.run.stop, options.grace_s).check)
 
 
-def _check(job: Job, config: Config, options: argparse.Namespace, nodes: Nodes, run: Run | None = None) -> Beginning:
+def _check(
+    job: Job, config: Config, options: argparse.Namespace, nodes: Nodes, run: RunFolder | None = None
+) -> Beginning:
     """Waits for the job's nodes and checks everything; `run`: None if nothing is to be started. Raises ConfigError or
     HostError."""
     found = nodes.gather(job.names, config.machine.gather_s)
@@ -307,7 +309,7 @@ class Faults(msgspec.Struct):
     """The times since it was saved."""
 
 
-def queue_again(run: Run) -> int:
+def queue_again(run: RunFolder) -> int:
     """Requeues this job and returns the exit code. A job that fails again and again before it saves anything ends here;
     one that only makes room for others does not."""
     try:
@@ -325,7 +327,7 @@ def queue_again(run: Run) -> int:
     return requeue()
 
 
-def count_fault(run: Run) -> int:
+def count_fault(run: RunFolder) -> int:
     """Notes that this job ends without having been preempted. Returns how often it has since the last checkpoint.
 
     Raises OSError, also if the run had begun and its folder is away.

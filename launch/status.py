@@ -28,7 +28,7 @@ from areal_megatron.observe.records import LaunchRecord, last_record, state_of
 from areal_megatron.process.shown import guard, visible
 from areal_megatron.process.terminal import Terminal
 from areal_megatron.run.arguments import Parser
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -40,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--host", default="127.0.0.1", help="where the page listens: an address or a network interface")
     parser.add_argument("--port", type=int, default=0, help="of the page; default: one that is free")
     options = parser.parse_args(arguments)
-    run = Run(options.run)
+    run = RunFolder(options.run)
     try:
         return _web(run, options.host, options.port) if options.web else _show(run, options.run, options.all)
     except ConfigError as e:
@@ -50,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 2
 
 
-def _show(run: Run, named: Path, every: bool) -> int:
+def _show(run: RunFolder, named: Path, every: bool) -> int:
     record = last_record(run, named)
     state = state_of(run, record)
     terminal = Terminal()
@@ -60,7 +60,7 @@ def _show(run: Run, named: Path, every: bool) -> int:
     return int(state not in ("running", "done", "stopped"))
 
 
-def _web(run: Run, host: str, port: int) -> int:
+def _web(run: RunFolder, host: str, port: int) -> int:
     from areal_megatron.launch.page import server  # with what reads trajectories, it takes a second to import
 
     if not 0 <= port < 2**16:
@@ -69,7 +69,7 @@ def _web(run: Run, host: str, port: int) -> int:
     return 0
 
 
-def headlines(run: Run, record: LaunchRecord, state: str, now: float) -> Iterator[str]:
+def headlines(run: RunFolder, record: LaunchRecord, state: str, now: float) -> Iterator[str]:
     status = read_status(run)
     start = run.start
     phase = f", {status.phase}" if state == "running" and status.phase else ""
@@ -100,7 +100,7 @@ def headlines(run: Run, record: LaunchRecord, state: str, now: float) -> Iterato
     yield f"logs: {run.log('PROCESS')}; launcher on {record.launcher}"
 
 
-def table(run: Run, record: LaunchRecord, every: bool) -> Table:
+def table(run: RunFolder, record: LaunchRecord, every: bool) -> Table:
     made = Table(box=None, padding=(0, 2, 0, 0))
     for name in HEAD:
         made.add_column(name, justify="right" if name in ("version", "requests", "tokens/s") else "left")

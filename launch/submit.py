@@ -23,7 +23,7 @@ from areal_megatron.launch import dry_run
 from areal_megatron.launch.supervision import start
 from areal_megatron.planning.sizes import Sizes, add_sizes
 from areal_megatron.process.shown import guard
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 
 _SBATCH_S = 60.0
 _AHEAD_S = 600
@@ -61,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
         config = config_file.load(options.config, overrides)
         written = script(config, overrides, options)
         if not options.dry_run:  # here, since nodes often have no network
-            start.fetch(config, Run(config.run_dir))
+            start.fetch(config, RunFolder(config.run_dir))
         planned = dry_run.text(dry_run.check_imagined(config, Sizes.given(options), options.python), options.python)
         if options.dry_run:
             print(f"{planned}\n\nwould submit with 'sbatch':\n{written}", end="")

@@ -15,7 +15,7 @@ import pytest
 
 from areal_megatron.config import ConfigError
 from areal_megatron.reward.sandbox import check_isolation
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 from tests.support.living import command_of
 from tests.support.traces import Traces
 
@@ -155,7 +155,7 @@ class LocalRun:
         sign = {
             "controller": lambda command: "areal_megatron.controller.controller" in command,
             "trainer": lambda command: TRAINERS & {*command} and command[-1] == index,
-        }.get(role, lambda command: Run(self.folder).endpoint(name).rpartition(":")[2] in command)
+        }.get(role, lambda command: RunFolder(self.folder).endpoint(name).rpartition(":")[2] in command)
         return next(p.pid for p in psutil.Process(self.process.pid).children() if sign(command_of(p)))
 
     def members(self) -> list[psutil.Process]:

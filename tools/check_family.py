@@ -49,7 +49,7 @@ from areal_megatron.reshard import engine_layout, trainer_layout
 from areal_megatron.reshard.engine_layout import EngineSizes
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 from areal_megatron.run.arguments import Parser
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 from tests.support.loading import LONGEST_S, load
 from tests.support.trainer_ranks import RankFailed, TrainerRanks
 from tools.family import tiny
@@ -282,7 +282,7 @@ def run(subject: Subject) -> str:
     )
     if done.returncode:
         raise Fault(_why(done.stdout))
-    folder = Run(subject.folder / "updates")
+    folder = RunFolder(subject.folder / "updates")
     updates = [line for line in read_metrics(folder) if line["kind"] == "update"]
     differences = [line["mismatch_mean"] for line in updates if "mismatch_mean" in line]
     if len(differences) < 2:
@@ -313,7 +313,7 @@ PARTS = (
 
 def _on_ranks(subject: Subject, check: str, world: int, what: str, **arguments: object) -> None:
     for name in arguments.get("cases", ["run"]):
-        Run(subject.folder / name).create()
+        RunFolder(subject.folder / name).create()
     try:
         subject.ranks.run(subject.folder, check, world, **arguments)
     except RankFailed as e:

@@ -24,7 +24,7 @@ from areal_megatron.launch.supervision import gpus
 from areal_megatron.observe.metrics import read_metrics
 from areal_megatron.process.shown import speak_utf8
 from areal_megatron.run import versions
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 from tools.make_arithmetic import FAMILIES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -114,7 +114,7 @@ def machine_keys(file: str, overrides: Sequence[str]) -> list[str]:
 
 def accuracy(run: Path) -> tuple[float, float]:
     """Returns the held-out accuracy of a run's first and last version."""
-    evaluations = {line["version"]: line["accuracy"] for line in read_metrics(Run(run)) if line["kind"] == "eval"}
+    evaluations = {line["version"]: line["accuracy"] for line in read_metrics(RunFolder(run)) if line["kind"] == "eval"}
     return evaluations[min(evaluations)], evaluations[max(evaluations)]
 
 

@@ -30,7 +30,7 @@ from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.hub.hub import model_folder
 from areal_megatron.observe.metrics import read_metrics
 from areal_megatron.process.shown import speak_utf8
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 from tools.demo import ROOT, accuracy, given, run_step
 
 CONFIG = "configs/smollm2_cpu.yaml"
@@ -74,7 +74,7 @@ def main() -> int:
         return failed.returncode
     except KeyboardInterrupt:
         return 130
-    show(Run(out / "rl"), world, Path(model))
+    show(RunFolder(out / "rl"), world, Path(model))
     print(f"took {(time.monotonic() - started) / 60:.1f} minutes; report: {out / 'rl' / 'report.html'}")
     return 0
 
@@ -108,7 +108,7 @@ def as_chat(a: int, b: int) -> list[dict[str, str]]:
     return [{"role": "user", "content": f"What is {a} + {b}? Answer with the number only."}]
 
 
-def show(run: Run, world: Path, model: Path) -> None:
+def show(run: RunFolder, world: Path, model: Path) -> None:
     """Prints what the run has learned and how fast its parts were."""
     tokenizer = Tokenizer(model)
     questions = [

@@ -36,8 +36,7 @@ from areal_megatron.command import COMMANDS
 from areal_megatron.config import Config, ConfigError, config_file
 from areal_megatron.observe.metrics import MetricsReader, read_status
 from areal_megatron.observe.status import Status
-from areal_megatron.run.folder import Run as RunFolder
-from areal_megatron.run.folder import RunError
+from areal_megatron.run.folder import RunError, RunFolder
 
 _POLL_S = 0.2
 _KEPT_LINES = 50

@@ -35,7 +35,7 @@ import msgspec
 from areal_megatron.config import CheckpointConfig, ConfigError
 from areal_megatron.process.errors import first_line, printable
 from areal_megatron.process.files import set_aside, sync_folder, sync_path, write_atomically
-from areal_megatron.run.folder import IncarnationStart, Run, line_of
+from areal_megatron.run.folder import IncarnationStart, RunFolder, line_of
 from areal_megatron.run.json_input import Number
 
 _NAME = re.compile(r"version-(\d+)")
@@ -106,17 +106,17 @@ class _Place(NamedTuple):
     """As far as can be told without reading its files."""
 
 
-def partial(run: Run, version: int) -> Path:
+def partial(run: RunFolder, version: int) -> Path:
     """Returns the folder into which this incarnation, and no other, writes the checkpoint of `version`."""
     return run.checkpoints / f".version-{version:06d}.incarnation-{run.incarnation}.partial"
 
 
-def weights(run: Run, version: int) -> Path:
+def weights(run: RunFolder, version: int) -> Path:
     """Returns the folder into which this incarnation writes the weights of `version` for an export, and no more."""
     return run.exports / f".version-{version:06d}.incarnation-{run.incarnation}.weights"
 
 
-def again(run: Run, version: int, saved: Path) -> dict[str, Written]:
+def again(run: RunFolder, version: int, saved: Path) -> dict[str, Written]:
     """Starts to write the checkpoint of `version` once more, with links to the trainers' files of the one in `saved`.
 
     Returns what these files hold, for `seal`. Raises OSError, and ConfigError if it is damaged.
@@ -128,7 +128,7 @@ def again(run: Run, version: int, saved: Path) -> dict[str, Written]:
     return {name: file for name, file in files.items() if name.startswith(_TRAINER)}
 
 
-def seal(run: Run, version: int, batches: int, known: Mapping[str, Written] | None = None) -> SavedCheckpoint:
+def seal(run: RunFolder, version: int, batches: int, known: Mapping[str, Written] | None = None) -> SavedCheckpoint:
     """Lists, syncs and renames the written files, which makes them the checkpoint of `version`.
 
     `known`: what files hold according to the processes that wrote them, by their paths in the folder; the other files
@@ -201,7 +201,7 @@ def size(folder: Path) -> int:
     return sum(file.size for file in _read_seal(folder)[1].values())
 
 
-def complete(run: Run) -> list[Path]:
+def complete(run: RunFolder) -> list[Path]:
     """Returns the folders of the run's checkpoints from the oldest work to the newest; work that was given up comes
     before all that counts. Leaves out one that its run is just removing.
 
@@ -210,12 +210,12 @@ def complete(run: Run) -> list[Path]:
     return [folder for _, folder in _ordered(run)]
 
 
-def newest(run: Run) -> tuple[SavedCheckpoint | None, list[str]]:
+def newest(run: RunFolder) -> tuple[SavedCheckpoint | None, list[str]]:
     """Returns the last undamaged checkpoint of the work that counts, and the faults of later ones."""
     return _last_whole(folder for place, folder in _ordered(run) if place.counts)
 
 
-def resumable(run: Run) -> tuple[SavedCheckpoint | None, list[str]]:
+def resumable(run: RunFolder) -> tuple[SavedCheckpoint | None, list[str]]:
     """Returns the checkpoint to resume from, and why better ones cannot be used.
 
     It is the newest; without any, the checkpoint of another run from which this one began; failing both, the last one
@@ -235,13 +235,13 @@ def resumable(run: Run) -> tuple[SavedCheckpoint | None, list[str]]:
     return checkpoint, problems
 
 
-def free_bytes(run: Run) -> int:
+def free_bytes(run: RunFolder) -> int:
     """Returns how much is free where the run's checkpoints are or will be. Raises OSError."""
     place = next(path for path in (run.checkpoints, *run.checkpoints.parents) if path.exists())
     return shutil.disk_usage(place).free
 
 
-def shortage(run: Run, settings: CheckpointConfig, size: int) -> str:
+def shortage(run: RunFolder, settings: CheckpointConfig, size: int) -> str:
     """Returns a line if there is too little room for the checkpoints of `size` bytes to come, else ""."""
     there = sum(bool(_NAME.fullmatch(path.name)) for path in run.checkpoints.glob("version-*"))
     coming, left = max(1, settings.keep + 1 - there), math.inf
@@ -255,7 +255,7 @@ def shortage(run: Run, settings: CheckpointConfig, size: int) -> str:
     )
 
 
-def put_back(run: Run) -> None:
+def put_back(run: RunFolder) -> None:
     """Restores what `seal` set aside but did not live to replace. Only while no process of the run writes."""
     for path in run.checkpoints.glob(f".version-*.{_REPLACED}"):
         folder = path.with_name(path.name.removeprefix(".").removesuffix(f".{_REPLACED}"))
@@ -263,7 +263,7 @@ def put_back(run: Run) -> None:
             os.rename(path, folder)
 
 
-def remove_unfinished(run: Run) -> None:
+def remove_unfinished(run: RunFolder) -> None:
     """Removes what earlier incarnations of the run had not finished writing, exporting or removing, and nothing else.
 
     Raises Replaced, and OSError.
@@ -276,7 +276,7 @@ def remove_unfinished(run: Run) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def tidy(run: Run, settings: CheckpointConfig, in_use: Collection[Path] = ()) -> None:
+def tidy(run: RunFolder, settings: CheckpointConfig, in_use: Collection[Path] = ()) -> None:
     """Removes all but the last `checkpoint.keep` whole checkpoints, anything after them, versions divisible by
     checkpoint.keep_every, and those `in_use`. Raises Replaced."""
     run.check_current()
@@ -289,7 +289,7 @@ def tidy(run: Run, settings: CheckpointConfig, in_use: Collection[Path] = ()) ->
         later += place.whole
 
 
-def _ordered(run: Run) -> list[tuple[_Place, Path]]:
+def _ordered(run: RunFolder) -> list[tuple[_Place, Path]]:
     """Returns the run's checkpoints, the newest last."""
     line = line_of(run.starts())
     places = [(_place(folder, line), folder) for folder in run.checkpoints.iterdir() if _NAME.fullmatch(folder.name)]

@@ -91,7 +91,7 @@ from areal_megatron.protocol import (
 )
 from areal_megatron.reward.answers import problem_with_answers
 from areal_megatron.run import descriptors
-from areal_megatron.run.folder import CONTROLLER, Run, RunError, from_command_line
+from areal_megatron.run.folder import CONTROLLER, RunError, RunFolder, from_command_line
 from areal_megatron.run.network import address
 from areal_megatron.workflows.sampling import Decoding
 
@@ -104,7 +104,7 @@ _YOUNGER_COLLECTIONS = 1000
 class Controller:
     """Wires the parts together and lives through the phases of a run."""
 
-    def __init__(self, config: Config, run: Run, schedule: type[Schedule] = Schedule):
+    def __init__(self, config: Config, run: RunFolder, schedule: type[Schedule] = Schedule):
         """schedule: the rule by which groups are admitted and batches formed."""
         self.config, self.run = config, run
         tokenizer = Tokenizer(config.model.path)
@@ -327,7 +327,7 @@ class Controller:
         )
 
 
-async def control(config: Config, run: Run, schedule: type[Schedule]) -> None:
+async def control(config: Config, run: RunFolder, schedule: type[Schedule]) -> None:
     """Runs a controller until the run is over; raises CancelledError if SIGTERM ends it before."""
     controller = Replay(config, run) if config.mode == "replay" else Controller(config, run, schedule)
     life = asyncio.create_task(controller.live())

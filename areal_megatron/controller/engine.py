@@ -14,7 +14,7 @@ from areal_megatron.engine.client import EngineClient, EngineError, Load
 from areal_megatron.observe.status import EngineState, EngineStatus
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.process.lateness import now
-from areal_megatron.run.folder import Run, engine_name
+from areal_megatron.run.folder import RunFolder, engine_name
 
 log = logging.getLogger(__name__)
 _POLL_S = 2.0
@@ -191,7 +191,7 @@ class Engine:
             return await self.client.load(min(silence_s, _ONCE_MORE_S))
 
 
-def connect(config: Config, run: Run, index: int, changed: Changed | None = None) -> Engine:
+def connect(config: Config, run: RunFolder, index: int, changed: Changed | None = None) -> Engine:
     """The engine of this index, where it has announced itself last. Raises RunError if it has not."""
     name = engine_name(index)
     client = connector(config, run)(name, run.endpoint(name))
@@ -203,7 +203,7 @@ def room_of(config: Config) -> int:
     return config.rollout.max_running - config.rollout.group_size
 
 
-def connector(config: Config, run: Run) -> Callable[[str, str], EngineClient]:
+def connector(config: Config, run: RunFolder) -> Callable[[str, str], EngineClient]:
     """Returns what makes a connection to the engine of a name that has announced itself at an endpoint.
 
     It has read the run's secret and credentials already: a controller that was replaced unnoticed must not know those

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from areal_megatron.config import Config
 from areal_megatron.reward.workers import RewardWorkers
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 from areal_megatron.workflows.scoring import Scorer
 from areal_megatron.workflows.single_turn import SingleTurn
 from areal_megatron.workflows.workers import EpisodeWorkers, WorkflowRunner
@@ -35,7 +35,7 @@ class Environment:
 class Environments:
     """All of a run, with their reward workers; those with equal rewards share them. Workflows share their workers."""
 
-    def __init__(self, configs: Sequence[Config], run: Run | None = None, output: Path | None = None):
+    def __init__(self, configs: Sequence[Config], run: RunFolder | None = None, output: Path | None = None):
         """`configs`: one for each environment; `run`: that whose served models are asked, if any are. What rewards and
         workflows print is appended to the file `output`; None: it goes to stderr."""
         self.all: list[Environment] = []

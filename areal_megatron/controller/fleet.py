@@ -19,7 +19,7 @@ from areal_megatron.observe.status import EngineState
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.process.lateness import now, within
 from areal_megatron.protocol import Delivered, Links, NotYet, Publish, Sending
-from areal_megatron.run.folder import Run, RunError, engine_index, engine_name
+from areal_megatron.run.folder import RunError, RunFolder, engine_index, engine_name
 
 log = logging.getLogger(__name__)
 _POLL_S = 0.5
@@ -42,7 +42,7 @@ class Fleet:
     def __init__(
         self,
         config: Config,
-        run: Run,
+        run: RunFolder,
         hf_config: Mapping[str, Any],
         schedule: Schedule,
         changed: Changed,

@@ -38,7 +38,7 @@ from areal_megatron.protocol import (
     Request,
     Trained,
 )
-from areal_megatron.run.folder import CONTROLLER, Run, RunError
+from areal_megatron.run.folder import CONTROLLER, RunError, RunFolder
 from areal_megatron.run.network import address
 
 _STATUS_S = 0.5
@@ -89,7 +89,7 @@ class Replay:
     Raises ConfigError for a folder without the batches that are asked for.
     """
 
-    def __init__(self, config: Config, run: Run):
+    def __init__(self, config: Config, run: RunFolder):
         self.config, self.run = config, run
         start = run.start
         if start.after is not None:

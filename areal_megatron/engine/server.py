@@ -34,7 +34,7 @@ from areal_megatron.models.adapter import VARIABLE, served
 from areal_megatron.models.architecture import architecture, implied, read_config
 from areal_megatron.process.shown import guard
 from areal_megatron.run import gpu_settings
-from areal_megatron.run.folder import Run, engine_name, from_command_line, one_line
+from areal_megatron.run.folder import RunFolder, engine_name, from_command_line, one_line
 from areal_megatron.run.network import (
     CREDENTIALS_FILE,
     KEEP_ALIVE_S,
@@ -172,7 +172,7 @@ def memory_arguments(environment: Mapping[str, str]) -> list[str]:
     return [*sizes, "--max-num-batched-tokens", str(kv_cache.BATCHED_TOKENS)]  # unless rollout.vllm says
 
 
-def server_environment(config: Config, run: Run, cpus: list[int], parts: int = 1) -> dict[str, str]:
+def server_environment(config: Config, run: RunFolder, cpus: list[int], parts: int = 1) -> dict[str, str]:
     """Returns the variables that vLLM needs beside this process's own. `cpus` are the cores of this one of `parts`."""
     environment = {
         SECRET_FILE: str(run.folder / "secret"),

@@ -22,7 +22,7 @@ from areal_megatron.config.passed_through import SPECULATIVE, VLLM
 from areal_megatron.engine import server
 from areal_megatron.process.errors import printable
 from areal_megatron.process.shown import guard
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 
 _GROUPS = (*passed_through.VLLM_OWNED, *passed_through.VLLM_ON_CPU, *passed_through.VLLM_SHARED)
 
@@ -141,7 +141,7 @@ def check_engine(options: argparse.Namespace) -> None:
 
 def check(config: Config) -> None:
     """Raises ConfigError if vLLM refuses an option of the config, with which its engine would start here."""
-    run = Run(config.run_dir)
+    run = RunFolder(config.run_dir)
     os.environ.update(server.server_environment(config, run, sorted(os.sched_getaffinity(0))))
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.platforms import current_platform

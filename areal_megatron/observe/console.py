@@ -24,7 +24,7 @@ from areal_megatron.observe.metrics import STEPS, MetricsReader, read_status, su
 from areal_megatron.observe.status import EngineStatus, Status
 from areal_megatron.process.shown import guard, visible
 from areal_megatron.process.terminal import Terminal
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 
 EVENTS_SHOWN = 6
 TREND_WIDTH = 32
@@ -51,7 +51,7 @@ class Console:
         print(console.summary())
     """
 
-    def __init__(self, run: Run, config: Config, stream: TextIO | None = None):
+    def __init__(self, run: RunFolder, config: Config, stream: TextIO | None = None):
         self._run, self._config = run, config
         self._reader = MetricsReader(run)
         self._terminal = Terminal(stream)

@@ -25,7 +25,7 @@ from areal_megatron.config import ConfigError
 from areal_megatron.observe.background import FLUSH_S, AppendedFile, LatestFile, close_all
 from areal_megatron.observe.status import Number, Status
 from areal_megatron.process.files import read_replaced, write_atomically
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 from areal_megatron.run.json_input import read_record
 
 STEPS = ("update", "sft", "dpo", "reward_model")
@@ -41,7 +41,7 @@ class MetricsWriter:
         metrics.close()
     """
 
-    def __init__(self, run: Run):
+    def __init__(self, run: RunFolder):
         from tensorboard.compat.proto.event_pb2 import Event  # which those who only read need not have
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.record_writer import RecordWriter
@@ -96,7 +96,7 @@ class MetricsWriter:
 class StatusWriter:
     """Keeps the status that the console shows up to date; one process of the run has a writer."""
 
-    def __init__(self, run: Run):
+    def __init__(self, run: RunFolder):
         self._file = LatestFile(run.status, partial(write_status, run))
 
     def write(self, status: Status) -> None:
@@ -157,7 +157,7 @@ class MetricsReader:
     """Reads metrics.jsonl while it grows. Lines that cannot be read are left out: where a machine has lost its power,
     some file systems leave zeros in the middle of a file."""
 
-    def __init__(self, run: Run):
+    def __init__(self, run: RunFolder):
         self._path = run.metrics
         self._offset = 0
         self._lines = 0
@@ -193,7 +193,7 @@ class MetricsReader:
         return f"{self._first}; {count} left out"
 
 
-def read_metrics(run: Run, warn: Callable[[str], None] | None = None) -> list[dict[str, Any]]:
+def read_metrics(run: RunFolder, warn: Callable[[str], None] | None = None) -> list[dict[str, Any]]:
     """Returns the completed lines of metrics.jsonl, oldest first; [] before the first. Raises OSError.
 
     Lines after a checkpoint from which the run was later resumed are left out: that work has been done again. `warn` is
@@ -237,13 +237,13 @@ def surviving(records: list[dict[str, Any]], version: int) -> list[dict[str, Any
     return [record for record in records if record["version"] <= version]
 
 
-def write_status(run: Run, status: Status) -> None:
+def write_status(run: RunFolder, status: Status) -> None:
     """Replaces the status that the console shows, atomically and at once. Raises Replaced and OSError."""
     run.look()
     write_atomically(run.status, msgspec.json.encode(status))
 
 
-def read_status(run: Run, patience_s: float = 1.0) -> Status:
+def read_status(run: RunFolder, patience_s: float = 1.0) -> Status:
     """Returns the last status; an empty one before the first, and if none can be read within patience_s."""
     return read_replaced(run.status, lambda content: read_record(content, Status, run.status), patience_s) or Status()
 

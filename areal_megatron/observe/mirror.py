@@ -34,7 +34,7 @@ from areal_megatron.process.errors import first_line
 from areal_megatron.process.files import read_replaced, write_json
 from areal_megatron.process.shown import guard
 from areal_megatron.run.arguments import Parser
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 from areal_megatron.run.json_input import read_record
 
 END_S = 15.0
@@ -75,7 +75,7 @@ class Mirror:
     from there. After a SIGKILL the lines of the last second may come twice.
     """
 
-    def __init__(self, run: Run, name: str, config: Config, online: bool):
+    def __init__(self, run: RunFolder, name: str, config: Config, online: bool):
         """Raises ConfigError, Replaced, and whatever the tracker does."""
         self._run, self._reader, self._once, self._read = run, MetricsReader(run), Once({}, {}), 0
         folder = run.folder / "trackers"
@@ -159,7 +159,7 @@ def _watch_stdin(ended: threading.Event) -> None:
 def main(arguments: list[str] | None = None) -> int:
     guard()
     options = _options(arguments)
-    run = Run(options.run, lease=options.lease)
+    run = RunFolder(options.run, lease=options.lease)
     try:
         config = config_file.load(run.config)
         online = config.track.online or options.online

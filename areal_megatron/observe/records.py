@@ -11,7 +11,7 @@ import msgspec
 from areal_megatron.config import ConfigError
 from areal_megatron.process.files import read_replaced
 from areal_megatron.process.silence import AwakeClock
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 from areal_megatron.run.json_input import read_record as read_json_record
 
 RECORD_S = 5.0
@@ -48,7 +48,7 @@ class Pulse:
     """Whether a run lasts and its launcher lives: as long as its records change, by this machine's clock alone, as
     other clocks may differ."""
 
-    def __init__(self, run: Run, silence_s: float):
+    def __init__(self, run: RunFolder, silence_s: float):
         self._run, self._silence_s = run, silence_s
         self._clock, self._record = AwakeClock(silence_s), None
         self._changed = self._clock.now()
@@ -66,12 +66,12 @@ class Pulse:
         return "running" if now - self._changed < self._silence_s else "lost"
 
 
-def read_record(run: Run) -> LaunchRecord | None:
+def read_record(run: RunFolder) -> LaunchRecord | None:
     """Returns the last record; None before the first, and if none can be read."""
     return read_replaced(run.processes, lambda content: read_json_record(content, LaunchRecord, run.processes))
 
 
-def last_record(run: Run, named: Path) -> LaunchRecord:
+def last_record(run: RunFolder, named: Path) -> LaunchRecord:
     """Returns the last record. Raises ConfigError if there is none that can be read; `named`: the folder as its user
     names it."""
     if (record := read_record(run)) is not None:
@@ -85,7 +85,7 @@ def last_record(run: Run, named: Path) -> LaunchRecord:
     raise ConfigError(f"{named} {problem}; give a folder such as runs/tiny")
 
 
-def state_of(run: Run, record: LaunchRecord) -> str:
+def state_of(run: RunFolder, record: LaunchRecord) -> str:
     """Returns how the run ended, or else `running`, or `lost` if its launcher has fallen silent.
 
     `record`: the last one. If it is not of this minute by this machine's clock, waits _WATCH_S for another.

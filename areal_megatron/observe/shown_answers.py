@@ -15,7 +15,7 @@ from areal_megatron.observe.background import FLUSH_S, LatestFile
 from areal_megatron.observe.metrics import MetricsWriter, Number
 from areal_megatron.process.files import numbered, write_atomically
 from areal_megatron.process.shown import visible
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 from areal_megatron.run.json_input import read_record
 
 SHOWN = 8
@@ -52,7 +52,7 @@ class ShownAnswer(msgspec.Struct, kw_only=True):
 class AnswersWriter:
     """Keeps the answers of evaluations; one process of the run has a writer."""
 
-    def __init__(self, run: Run, metrics: MetricsWriter):
+    def __init__(self, run: RunFolder, metrics: MetricsWriter):
         self._run, self._metrics = run, metrics
         self._file = LatestFile(run.evaluations, self._store)
 
@@ -73,7 +73,7 @@ class AnswersWriter:
         write_atomically(numbered(self._run.evaluations, version), msgspec.json.encode(answers))
 
 
-def read_answers(run: Run, version: int) -> list[ShownAnswer]:
+def read_answers(run: RunFolder, version: int) -> list[ShownAnswer]:
     """Returns the answers of an evaluation; [] if none were kept. Raises OSError, and ConfigError if damaged."""
     path = numbered(run.evaluations, version)
     try:

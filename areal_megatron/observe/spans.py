@@ -17,7 +17,7 @@ from msgspec import Meta
 
 from areal_megatron.config import ConfigError
 from areal_megatron.process.files import write_atomically
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 from areal_megatron.run.json_input import read_record
 
 Interval = tuple[float, float]
@@ -57,7 +57,7 @@ class _Event(msgspec.Struct):
             raise ValueError("tokens is no number")
 
 
-def read_spans(run: Run) -> list[Span]:
+def read_spans(run: RunFolder) -> list[Span]:
     """Returns the spans of all processes, ordered by start. Lines that cannot be read are left out: a process was
     killed while it wrote one, or a machine has lost its power."""
     spans = []
@@ -70,7 +70,7 @@ def read_spans(run: Run) -> list[Span]:
     return sorted(spans, key=lambda span: span.start)
 
 
-def merge(run: Run) -> Path:
+def merge(run: RunFolder) -> Path:
     """Writes timeline.json, which chrome://tracing and ui.perfetto.dev open, and returns its path.
 
     The format identifies processes and threads by numbers; metadata events hold their names. Spans of one thread that

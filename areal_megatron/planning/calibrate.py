@@ -17,7 +17,7 @@ from areal_megatron.planning.forecast.accelerators import CORE, Accelerator, acc
 from areal_megatron.planning.forecast.calibration import FinishedRun, calibrated
 from areal_megatron.process.shown import guard
 from areal_megatron.run.arguments import Parser, write_output
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 
 
 def table(gpu: Accelerator, found: Accelerator) -> str:
@@ -42,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="the file to write")
     options = parser.parse_args(arguments)
     try:
-        runs = [FinishedRun.of(Run(folder)) for folder in options.runs]
+        runs = [FinishedRun.of(RunFolder(folder)) for folder in options.runs]
         on_cpu = runs[0].config.machine.device == "cpu"
         if on_cpu == bool(options.gpu):
             what = "runs on CPU cores have none" if on_cpu else "say which GPU these runs were on, e.g. h100"

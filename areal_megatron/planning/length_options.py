@@ -7,7 +7,7 @@ from pathlib import Path
 
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.planning.forecast.lengths import AnswerLengths, LognormalLengths, RecordedLengths
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 
 
 def add_lengths(parser: argparse.ArgumentParser) -> None:
@@ -24,7 +24,7 @@ def given_lengths(options: argparse.Namespace, config: Config, median: float | N
     if options.lengths_of:
         if options.median is not None:
             raise ConfigError("--median: the lengths are those of --lengths-of; give one of the two")
-        return RecordedLengths.of(Run(options.lengths_of).trajectories)
+        return RecordedLengths.of(RunFolder(options.lengths_of).trajectories)
     median = options.median if options.median is not None else median
     if median is None:
         raise ConfigError(

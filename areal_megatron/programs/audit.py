@@ -29,7 +29,7 @@ from areal_megatron.data.prompts import cursor as cursor_of
 from areal_megatron.process.shown import guard
 from areal_megatron.reward.answers import problem_with_answers
 from areal_megatron.run.arguments import Parser
-from areal_megatron.run.folder import IncarnationStart, Run, line_of
+from areal_megatron.run.folder import IncarnationStart, RunFolder, line_of
 from areal_megatron.run.json_input import read_record
 
 Prompt = tuple[int, int]
@@ -59,7 +59,7 @@ class Batch:
     """Episodes with a sample that was trained after another prompt than it was sampled from."""
 
 
-def audit(run: Run) -> list[str]:
+def audit(run: RunFolder) -> list[str]:
     """Returns the faults of the run, a line each. Raises ConfigError if there is no such run."""
     config = config_file.load_run(run.folder)
     batches, faults = surviving(run, config)
@@ -73,7 +73,7 @@ def audit(run: Run) -> list[str]:
     return faults
 
 
-def surviving(run: Run, config: Config) -> tuple[list[Batch], list[str]]:
+def surviving(run: RunFolder, config: Config) -> tuple[list[Batch], list[str]]:
     """Returns the batches that are in the ledgers of all replicas, and faults where the ledgers disagree."""
     batches, faults = [], []
     for start, end in line_of(run.starts()):
@@ -273,7 +273,7 @@ class _Part(msgspec.Struct):
         return [uid for uid, sampled, trained in checksums if sampled is not None and sampled != trained]
 
 
-def _ledgers(run: Run, config: Config, incarnation: int) -> list[Path]:
+def _ledgers(run: RunFolder, config: Config, incarnation: int) -> list[Path]:
     """Returns the ledger of each replica of an incarnation: trainer.dp may have been another one than now."""
     first = _parts(run.ledger(0, incarnation))
     replicas = first[0].replicas if first else config.trainer.dp
@@ -299,7 +299,7 @@ def main() -> int:
     guard()
     parser = Parser("areal_megatron.programs.audit", __doc__)
     parser.add_argument("run", type=Path, help="run folder")
-    run = Run(parser.parse_args().run)
+    run = RunFolder(parser.parse_args().run)
     try:
         return _tell(run, audit(run))
     except ConfigError as e:
@@ -309,7 +309,7 @@ def main() -> int:
     return 2
 
 
-def _tell(run: Run, faults: list[str]) -> int:
+def _tell(run: RunFolder, faults: list[str]) -> int:
     for fault in faults:
         print(fault)
     config = config_file.load(run.config)

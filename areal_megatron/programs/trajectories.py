@@ -36,7 +36,7 @@ from areal_megatron.process.shown import escaped, guard
 from areal_megatron.process.terminal import Terminal
 from areal_megatron.run import versions
 from areal_megatron.run.arguments import Parser
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 
 VERSIONS = ("cyan", "yellow", "magenta", "green", "blue", "red")
 """Colours of policy versions, repeating."""
@@ -73,7 +73,7 @@ FILTERS: dict[str, tuple[Callable[[TrainedTrajectory], float], str]] = {
 def chosen(place: Path, options: argparse.Namespace) -> Iterator[TrainedTrajectory]:
     """Yields the trajectories that pass the filters, with one batch in memory at a time. Raises ConfigError."""
     ranges = {name: bounds for name in FILTERS if (bounds := getattr(options, name))}
-    for path in dumped(Run(place).trajectories).values() if place.is_dir() else [place]:
+    for path in dumped(RunFolder(place).trajectories).values() if place.is_dir() else [place]:
         dump = read(path)
         for trajectory in dump.trajectories:
             found = TrainedTrajectory(dump.number, dump.version, trajectory)

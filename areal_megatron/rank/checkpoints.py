@@ -24,7 +24,7 @@ from areal_megatron.checkpoint.hf_folder import copy_description
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.process.files import set_aside
 from areal_megatron.protocol import ControllerError
-from areal_megatron.run.folder import Replaced, Run, RunError
+from areal_megatron.run.folder import Replaced, RunError, RunFolder
 from areal_megatron.trainer import checkpoint
 from areal_megatron.trainer.trainer import Trainer
 
@@ -134,7 +134,7 @@ class Companion(Protocol):
 class Checkpoints:
     """Saves every checkpoint.every versions, and exports every checkpoint.hf_every; every rank calls it alike."""
 
-    def __init__(self, config: Config, run: Run, trainer: Trainer, companion: Companion):
+    def __init__(self, config: Config, run: RunFolder, trainer: Trainer, companion: Companion):
         self._settings, self._model, self._run = config.checkpoint, config.model, run
         self._trainer, self._companion = trainer, companion
         self._saver, self._weights = checkpoint.Saver(trainer), checkpoint.Saver(trainer, weights_only=True)

@@ -21,7 +21,7 @@ from areal_megatron.protocol import (
     Sending,
 )
 from areal_megatron.reshard.session import LinkRef
-from areal_megatron.run.folder import CONTROLLER, Run, trainer_name
+from areal_megatron.run.folder import CONTROLLER, RunFolder, trainer_name
 
 _encode = encoder().encode
 _decode_links = decoder(list[LinkRef]).decode
@@ -45,7 +45,7 @@ class ControllerPort:
             weights = Weights(config, run, trainer, controller)
     """
 
-    def __init__(self, config: Config, run: Run, ranks: Ranks):
+    def __init__(self, config: Config, run: RunFolder, ranks: Ranks):
         self._ranks, self._keys, self._timeout_s = ranks, run.keys, config.machine.peer_timeout_s
         self._name = trainer_name(ranks.rank)
         self._endpoint = run.endpoint(CONTROLLER, self._timeout_s)

@@ -13,7 +13,7 @@ from areal_megatron.data.supervised import SupervisedData, write
 from areal_megatron.observe.metrics import MetricsWriter, StatusWriter
 from areal_megatron.observe.status import Status
 from areal_megatron.protocol import CheckpointDone
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 from areal_megatron.trainer.parallel import Parallel
 
 
@@ -21,7 +21,7 @@ class Progress:
     """Writes metrics and status, and which rows come next into checkpoints; every rank has one and calls it alike, the
     first rank writes."""
 
-    def __init__(self, config: Config, run: Run, parallel: Parallel, data: SupervisedData):
+    def __init__(self, config: Config, run: RunFolder, parallel: Parallel, data: SupervisedData):
         self._config, self._run, self._parallel, self._data = config, run, parallel, data
         self._started_at = time.monotonic()
         self._phase, self._step = "training", run.start.version

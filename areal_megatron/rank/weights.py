@@ -13,7 +13,7 @@ from areal_megatron.protocol import ControllerError, Delivered
 from areal_megatron.rank.controller_port import ControllerPort
 from areal_megatron.reshard.plan import Planner
 from areal_megatron.reshard.publish import Publisher, Received, TrainerRank
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 from areal_megatron.trainer.parallel import STORE
 from areal_megatron.trainer.trainer import Trainer
 
@@ -23,7 +23,7 @@ _LOOK_S = 1.0
 class Weights:
     """Publishes versions and tells the controller what arrived, so that engines commit it."""
 
-    def __init__(self, config: Config, run: Run, trainer: Trainer, controller: ControllerPort):
+    def __init__(self, config: Config, run: RunFolder, trainer: Trainer, controller: ControllerPort):
         self._config, self._run, self._trainer, self._controller = config, run, trainer, controller
         self._store = run.endpoint(STORE, config.machine.peer_timeout_s)
         self._publisher = Publisher(
@@ -82,7 +82,7 @@ class Weights:
             logging.error("version %d for engine %d: %s", version, engine, e)
 
 
-def save_hf(config: Config, run: Run, trainer: Trainer) -> None:
+def save_hf(config: Config, run: RunFolder, trainer: Trainer) -> None:
     """Exports the trainer's weights to run.hf, with the tokenizer of model.path, and adapters to run.adapter as well;
     every rank calls it.
 

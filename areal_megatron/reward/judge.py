@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from areal_megatron.config import Config, ConfigError, JudgeConfig, config_file
 from areal_megatron.reward.no_score import ServiceAway
 from areal_megatron.reward.served import Said, ServedModels
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 
 Text = tuple[str, str, str]
 """A prompt, a response and the right answer."""
@@ -31,7 +31,7 @@ def function(folder: str, limit_s: float) -> JudgeScores:
     """
     if not folder:
         raise ConfigError("reward.function: a judge is served in runs alone; name another function here")
-    run = Run(folder)
+    run = RunFolder(folder)
     return JudgeScores(config_file.load(run.config), run, limit_s)
 
 
@@ -42,7 +42,7 @@ class JudgeScores:
     asked about together.
     """
 
-    def __init__(self, config: Config, run: Run, limit_s: float):
+    def __init__(self, config: Config, run: RunFolder, limit_s: float):
         self._judge, self._models, self._limit_s = config.reward.judge, ServedModels(config, run), limit_s
         self._coming: list[Text] = []
         self._found: dict[Text, float | Exception] = {}

@@ -15,7 +15,7 @@ from typing import Any
 from areal_megatron.config import ConfigError, ServedModelConfig, config_file
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.reward.served import ask_engines
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 
 Text = tuple[str, str]
 """A prompt and a response."""
@@ -30,7 +30,7 @@ def function(folder: str, limit_s: float) -> ModelScores:
     """
     if not folder:
         raise ConfigError("reward.function: a reward model is served in runs alone; name another function here")
-    run = Run(folder)
+    run = RunFolder(folder)
     return ModelScores(run, config_file.load(run.config).served.reward, limit_s)
 
 
@@ -41,7 +41,7 @@ class ModelScores:
     for together.
     """
 
-    def __init__(self, run: Run, model: ServedModelConfig, limit_s: float):
+    def __init__(self, run: RunFolder, model: ServedModelConfig, limit_s: float):
         self._run, self._model, self._limit_s = run, model, limit_s
         self._tokenizer = Tokenizer(model.path)
         self._coming: list[Text] = []

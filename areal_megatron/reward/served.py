@@ -20,7 +20,7 @@ from areal_megatron.data.formats import Chat
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.reward import remote
 from areal_megatron.reward.no_score import ServiceAway
-from areal_megatron.run.folder import Run, RunError, served_name
+from areal_megatron.run.folder import RunError, RunFolder, served_name
 
 Answered = TypeVar("Answered")
 _REPLY_BYTES = 64 << 20
@@ -48,12 +48,12 @@ class ServedModels:
     """The models that a run serves beside its policy, by name. May be asked by many tasks at once.
 
     Example:
-        models = ServedModels(config, Run(config.run_dir))
+        models = ServedModels(config, RunFolder(config.run_dir))
         [said] = await models.chat("judge", [{"role": "user", "content": "Is 2 + 3 = 5?"}])
         print(said.text)
     """
 
-    def __init__(self, config: Config, run: Run | None = None):
+    def __init__(self, config: Config, run: RunFolder | None = None):
         """`run`: the config's; None: there is none, and no model is served."""
         self._models = config.served_models if run else {}
         self._run = run
@@ -134,7 +134,7 @@ def _said(choice: Any, tokenizer: Tokenizer, before: int) -> Said:
 
 
 async def ask_engines(
-    run: Run,
+    run: RunFolder,
     name: str,
     model: ServedModelConfig,
     route: str,

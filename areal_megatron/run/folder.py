@@ -128,7 +128,7 @@ def line_of(starts: list[IncarnationStart]) -> list[tuple[IncarnationStart, int 
     return line[::-1]
 
 
-class Run:
+class RunFolder:
     """A run folder: its paths, and how processes announce themselves. Cheap: every process makes its own.
 
     A process of the run is bound to the incarnation it was started for, and a launcher to its lease and to the
@@ -136,7 +136,7 @@ class Run:
     too, which it holds open: nothing is written where another one, or none, has taken its place.
 
     Example:
-        run = Run("runs/tiny")
+        run = RunFolder("runs/tiny")
         run.create()
         run.begin()  # the first incarnation
         run.announce("controller", "tcp://127.0.0.1:4711")
@@ -606,7 +606,7 @@ def is_trainer(name: str) -> bool:
     return name.startswith(_TRAINER)
 
 
-def from_command_line(program: str) -> tuple[Run, int]:
+def from_command_line(program: str) -> tuple[RunFolder, int]:
     """Returns the run and the index in its pool that a launcher gave this process as `--run FOLDER --incarnation I
     --index N`, or `--lease L` in place of the incarnation. Ends the process if it has been replaced already.
 
@@ -620,7 +620,7 @@ def from_command_line(program: str) -> tuple[Run, int]:
     parser.add_argument("--incarnation", type=int, help="the incarnation of the run that this process belongs to")
     parser.add_argument("--lease", type=int, help="the lease under which an engine was started")
     options = parser.parse_args()
-    run = Run(options.run, options.incarnation, options.lease)
+    run = RunFolder(options.run, options.incarnation, options.lease)
     try:
         run.check_current()
     except (Replaced, OSError) as e:

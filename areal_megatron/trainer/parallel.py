@@ -20,7 +20,7 @@ from areal_megatron.config import Config, ConfigError
 from areal_megatron.process.errors import first_line
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 from areal_megatron.run import gpu_settings
-from areal_megatron.run.folder import Run, RunError
+from areal_megatron.run.folder import RunError, RunFolder
 from areal_megatron.run.network import address, socket_settings
 from areal_megatron.trainer.objects import sign_objects
 
@@ -125,7 +125,7 @@ class Parallel:
         return buffer.numpy().tobytes()
 
 
-def initialise(config: Config, run: Run, rank: int) -> Parallel:
+def initialise(config: Config, run: RunFolder, rank: int) -> Parallel:
     """Joins this process to the trainer pool.
 
     Raises ConfigError if this machine does not have machine.device or its environment a setting that does not go with
@@ -202,7 +202,7 @@ def choose_device(config: Config) -> torch.device:
     return torch.device("cuda", index)
 
 
-def _open_store(config: Config, run: Run, rank: int, timeout: timedelta) -> dist.Store:
+def _open_store(config: Config, run: RunFolder, rank: int, timeout: timedelta) -> dist.Store:
     """Returns the TCPStore of the pool, which takes orders from anybody who reaches it (docs/operations.md).
 
     A FileStore in the run folder would not, but each of its operations locks one file, so that hundreds of ranks would

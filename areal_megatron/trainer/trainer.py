@@ -20,7 +20,7 @@ from areal_megatron.models.flops import SequenceFlops
 from areal_megatron.observe.background import AppendedFile
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.reshard.trainer_layout import is_head, layout, without_head
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 from areal_megatron.trainer import attention_kernels, hardware, pipeline
 from areal_megatron.trainer import parallel as process_groups
 from areal_megatron.trainer.adapter import Merged, begin
@@ -49,7 +49,7 @@ class Trainer:
                 weights.publish(result.version + 1)
     """
 
-    def __init__(self, config: Config, run: Run, rank: int, pad_token: int | None = None):
+    def __init__(self, config: Config, run: RunFolder, rank: int, pad_token: int | None = None):
         """`pad_token`: of the reward model that mode reward_model trains, see `as_reward_model`."""
         check_model(replace(config, mode="replay") if config.mode == "rl" else config)  # what engines need is not asked
         config = decided(config)

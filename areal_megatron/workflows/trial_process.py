@@ -24,7 +24,7 @@ from areal_megatron.reward.function import WrongResult
 from areal_megatron.reward.no_score import RewardFailed
 from areal_megatron.reward.served import Said, ServedModels
 from areal_megatron.reward.worker import MISTAKES, Answer, Scored
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 from areal_megatron.workflows.endpoint import AgentEndpoint
 from areal_megatron.workflows.episode import Episode, EpisodeOver, EpisodeSpec, RunResources
 from areal_megatron.workflows.runner import without_exit
@@ -70,7 +70,7 @@ async def tried(asked: TrialAsked) -> TrialFound:
     workflow, tokenizer = load_workflow(config.rollout), Tokenizer(config.model.path)
     endpoint = AgentEndpoint(tokenizer)
     scorer = Scorer(config.reward, _Judge(), config.rollout.max_new_tokens)
-    served = _Served(config, Run(config.run_dir))
+    served = _Served(config, RunFolder(config.run_dir))
     resources = RunResources(config, tokenizer, scorer, endpoint.serve, workflow.turns, served)
     try:
         for number, text in enumerate((prompt.answer, WRONG)):

@@ -34,7 +34,7 @@ from areal_megatron.process.errors import printable
 from areal_megatron.process.shown import guard
 from areal_megatron.reward.served import ServedModels
 from areal_megatron.reward.worker import HEADER, Answer, Scored
-from areal_megatron.run.folder import Run, RunError
+from areal_megatron.run.folder import RunError, RunFolder
 from areal_megatron.workflows.episode import EpisodeSpec
 from areal_megatron.workflows.runner import EpisodeRunner
 from areal_megatron.workflows.sampling import INTERRUPTED, Sampling
@@ -223,7 +223,7 @@ class Worker:
         for own in begin.configs:
             scorer = Scorer(own.reward, _Judge(self._calls), own.rollout.max_new_tokens)
             workflow, share = load_workflow(own.rollout), -(-own.batch_size // begin.workers)
-            served = ServedModels(own, Run(begin.run) if begin.run else None)
+            served = ServedModels(own, RunFolder(begin.run) if begin.run else None)
             runner = EpisodeRunner(own, workflow, self._tokenizer, scorer, share, served) if workflow else None
             self._runners.append(runner)
         self._tasks: dict[int, asyncio.Task] = {}

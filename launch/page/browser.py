@@ -15,7 +15,7 @@ from areal_megatron.data.pieces import pieces
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.data.trajectory import Trajectory, decoder
 from areal_megatron.hub import hub
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 
 PAGE = 25
 """Trajectories on a page of the browser."""
@@ -58,7 +58,7 @@ _decode = decoder(ShownDump).decode
 class Browser:
     """The trajectories of a run, one batch at a time; the last ones looked at stay in memory."""
 
-    def __init__(self, run: Run):
+    def __init__(self, run: RunFolder):
         self._run = run
         self._batches: OrderedDict[int, tuple[float, ShownDump]] = OrderedDict()
         self._tokenizer: Tokenizer | None = None

@@ -7,7 +7,7 @@ from typing import Any
 
 from areal_megatron.config import ConfigError
 from areal_megatron.observe.shown_answers import evenly, read_answers
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 
 _MOST = 40
 """Most evaluations that are shown."""
@@ -16,7 +16,7 @@ _MOST = 40
 class Evaluated:
     """The answers of the evaluations that count, as they come; each file is read once."""
 
-    def __init__(self, run: Run):
+    def __init__(self, run: RunFolder):
         self._run = run
         self._read: dict[tuple[int, float], list[dict[str, Any]]] = {}
         self.shown: list[dict[str, Any]] = []

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from areal_megatron.observe.metrics import STEPS, MetricsReader, surviving
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 
 MOST_POINTS = 400
 """Most points of a curve that are shown."""
@@ -21,7 +21,7 @@ _LATELY = 200
 class History:
     """The metrics of a run by column, as they come; work that was done again after a resume is dropped."""
 
-    def __init__(self, run: Run):
+    def __init__(self, run: RunFolder):
         self._reader = MetricsReader(run)
         self._columns: dict[str, tuple[array, array]] = {}
         self._counts: dict[str, list[tuple[int, dict[str, float]]]] = {}

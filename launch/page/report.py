@@ -20,10 +20,10 @@ from areal_megatron.observe.spans import Span, merge, read_spans, speeds_with_an
 from areal_megatron.process.files import write_atomically
 from areal_megatron.process.shown import guard
 from areal_megatron.run.arguments import Parser
-from areal_megatron.run.folder import Run, is_trainer
+from areal_megatron.run.folder import RunFolder, is_trainer
 
 
-def write_report(run: Run, out: Path) -> None:
+def write_report(run: RunFolder, out: Path) -> None:
     """Writes the page and the run's timeline.json. Raises ConfigError if the folder is no run, and OSError."""
     config_file.load_run(run.folder)
     watched = Watched(run)
@@ -94,7 +94,7 @@ def main() -> int:
     options = parser.parse_args()
     out = options.out or options.run / "report.html"
     try:
-        run = Run(options.run)
+        run = RunFolder(options.run)
         write_comparison(options.run, out) if holds_runs(run) else write_report(run, out)
     except (ValueError, OSError) as e:
         print(f"error: {e}", file=sys.stderr)

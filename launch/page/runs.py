@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_megatron.launch.page.watched import Watched
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 
 _MOST = 100
 """Most runs shown: the ones with the newest configs."""
@@ -56,10 +56,10 @@ class WatchedRuns:
             return
         names = [path.relative_to(self._folder).as_posix() for _, path in found[:_MOST]]
         self._left_out = len(found) - len(names)
-        self.runs = {name: self.runs.get(name) or Watched(Run(self._folder / name)) for name in names}
+        self.runs = {name: self.runs.get(name) or Watched(RunFolder(self._folder / name)) for name in names}
 
 
-def holds_runs(run: Run) -> bool:
+def holds_runs(run: RunFolder) -> bool:
     """Whether a folder is that of several runs, and of none itself."""
     try:
         return run.folder.is_dir() and not run.config.exists() and any(runs_in(run.folder))

@@ -25,7 +25,7 @@ from areal_megatron.launch.page.browser import Browser
 from areal_megatron.launch.page.runs import WatchedRuns, holds_runs
 from areal_megatron.launch.page.watched import Watched, as_json
 from areal_megatron.run import descriptors
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 from areal_megatron.run.http_server import HttpServer
 from areal_megatron.run.network import address, backlog
 
@@ -176,15 +176,15 @@ def _number(request: web.BaseRequest, name: str, default: int | None) -> int | N
     return int(text)
 
 
-def token_of(run: Run) -> str:
+def token_of(run: RunFolder) -> str:
     """Returns the token of the page: derived from the run's secret, which it does not disclose, so that who may look at
-    the page can do nothing with the engines. Drawn if there is no run yet. Raises ConfigError as Run.token does."""
+    the page can do nothing with the engines. Drawn if there is no run yet. Raises ConfigError as `RunFolder.token`."""
     if not run.folder.exists() or not (run.folder / "secret").exists():
         return secrets.token_hex(16)
     return hmac.digest(run.token.encode(), b"live page", "sha256").hex()[:32]
 
 
-def serve(run: Run, host: str, port: int) -> None:
+def serve(run: RunFolder, host: str, port: int) -> None:
     """Serves the page until SIGINT or SIGTERM, and prints its address. A folder of runs gets a page of them. Raises
     ConfigError if it cannot listen."""
     if run.folder.exists() and not run.folder.is_dir():

@@ -17,7 +17,7 @@ from areal_megatron.observe.metrics import read_status
 from areal_megatron.observe.process_rows import HEAD, rows
 from areal_megatron.observe.records import GONE_S, LaunchRecord, Pulse, read_record
 from areal_megatron.process.shown import visible
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 
 _MODES = {"sft": "supervised fine-tuning", "dpo": "direct preference optimisation", "reward_model": "reward model"}
 """Supervised modes in words."""
@@ -29,7 +29,7 @@ _FILES = ("#9333ea", "#ca8a04", "#db2777", GREY)
 class Watched:
     """What is known of a run, whether it has begun, goes on or has ended."""
 
-    def __init__(self, run: Run):
+    def __init__(self, run: RunFolder):
         self.run, self.config = run, None
         self.history, self._evaluated = History(run), Evaluated(run)
         self._pulse, self._first, self._seen_at = Pulse(run, GONE_S), None, 0.0

@@ -11,10 +11,10 @@ from areal_megatron.checkpoint import folder as checkpoint_folder
 from areal_megatron.checkpoint.folder import SavedCheckpoint
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.models.weight_files import ADAPTER
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 
 
-def closing(run: Run, config: Config, done: bool, again: str) -> str:
+def closing(run: RunFolder, config: Config, done: bool, again: str) -> str:
     """Returns three lines. `done`: the run has made all its updates. `again`: the command that started it without
     `resume`, if it can be given again as it stands."""
     folder, checkpoint = _short(run.folder), None
@@ -24,7 +24,7 @@ def closing(run: Run, config: Config, done: bool, again: str) -> str:
     return "\n".join([f"kept    {_kept(run, checkpoint)}", _next(config, done, again, checkpoint), look])
 
 
-def _kept(run: Run, checkpoint: SavedCheckpoint | None) -> str:
+def _kept(run: RunFolder, checkpoint: SavedCheckpoint | None) -> str:
     things = [f"checkpoint {_short(checkpoint.folder)}"] if checkpoint else []
     with suppress(OSError):
         if (run.hf / "config.json").exists():

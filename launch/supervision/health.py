@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from areal_megatron.observe.metrics import read_status
 from areal_megatron.observe.status import EngineState
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 
 _LOOK_S = 5.0
 """Interval between two looks; a lost engine has this long to end by itself."""
@@ -17,7 +17,7 @@ _LOOK_S = 5.0
 class Health:
     """The health of the engines that one launcher has started."""
 
-    def __init__(self, run: Run):
+    def __init__(self, run: RunFolder):
         self._run = run
         self._starts: Counter[str] = Counter()
         self._looked = 0.0

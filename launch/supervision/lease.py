@@ -6,9 +6,9 @@ space on a full disk. No clock decides anything but the monotonic one of whoever
 refuses another start; one that has stood still for machine.lease_s no longer does. A launcher releases its lease when
 it ends; if it was killed, others on its machine notice at once.
 
-Whoever takes the next lease thereby replaces the holder before: Run.check_current, which every writer of the run calls,
-raises Replaced from then on. A holder whose run folder has gone, renamed or unmounted, writes nothing meanwhile, cannot
-be seen to live, and ends the run after machine.lease_s.
+Whoever takes the next lease thereby replaces the holder before: RunFolder.check_current, which every writer of the run
+calls, raises Replaced from then on. A holder whose run folder has gone, renamed or unmounted, writes nothing
+meanwhile, cannot be seen to live, and ends the run after machine.lease_s.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import msgspec
 
 from areal_megatron.config import ConfigError
 from areal_megatron.process.files import numbered, numbers, write_atomically, write_once
-from areal_megatron.run.folder import Away, Replaced, Run, this_process
+from areal_megatron.run.folder import Away, Replaced, RunFolder, this_process
 from areal_megatron.run.json_input import read_record
 
 BEAT_S = 1.0
@@ -78,7 +78,7 @@ class Lease:
             lease.check()
     """
 
-    def __init__(self, run: Run, lease_s: float):
+    def __init__(self, run: RunFolder, lease_s: float):
         """Takes the next lease, after a wait of lease_s and more if nobody can tell whether its holder lives.
 
         Raises ConfigError, which names the holder, if that lives.
@@ -175,7 +175,7 @@ class Lease:
             self._replaced = e
 
 
-def _take(run: Run, lease_s: float) -> tuple[int, Holder | None]:
+def _take(run: RunFolder, lease_s: float) -> tuple[int, Holder | None]:
     """Returns the number of the lease that this process has taken, and who held the one before if it fell silent."""
     known = False
     for tries in count():
@@ -222,7 +222,7 @@ def _write(folder: Path, seen: Path, number: int) -> None:
         raise FileNotFoundError(errno.ENOENT, "another start has removed it", str(folder))
 
 
-def _watch(run: Run, number: int, lease_s: float) -> Holder | None:
+def _watch(run: RunFolder, number: int, lease_s: float) -> Holder | None:
     """Returns when a lease may be followed by the next: with its holder, if that has only fallen silent.
 
     Raises ConfigError if its holder lives, or if processes of a holder that was killed here do not end.

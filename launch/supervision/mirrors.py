@@ -11,7 +11,7 @@ from collections.abc import Collection
 from contextlib import suppress
 
 from areal_megatron.observe.mirror import END_S
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 
 _LONGER_S = 3.0
 
@@ -22,7 +22,7 @@ class Mirrors:
     They follow metrics.jsonl until their stdin ends, and so do they when the launcher is killed.
     """
 
-    def __init__(self, run: Run, trackers: Collection[str], lease: int):
+    def __init__(self, run: RunFolder, trackers: Collection[str], lease: int):
         self._run = run
         self._processes: dict[str, subprocess.Popen] = {}
         self._failed: set[str] = set()

@@ -20,7 +20,7 @@ from areal_megatron.launch.supervision.processes import Child, Children
 from areal_megatron.planning.memory.parts import GpuShares
 from areal_megatron.planning.pools import Process
 from areal_megatron.run import gpu_settings
-from areal_megatron.run.folder import Run, is_server
+from areal_megatron.run.folder import RunFolder, is_server
 from areal_megatron.run.network import Site
 
 _MODULES = {
@@ -131,7 +131,7 @@ def module_of(config: Config, pool: str) -> str:
 
 def start_order(
     config: Config,
-    run: Run,
+    run: RunFolder,
     process: Process,
     supervisor: str,
     python: Sequence[str] = (),

@@ -16,13 +16,13 @@ from areal_megatron.launch.supervision.processes import Log
 from areal_megatron.observe.records import RECORD_S, LaunchRecord, ProcessRecord
 from areal_megatron.planning.pools import Placement
 from areal_megatron.process.files import write_atomically
-from areal_megatron.run.folder import Away, Run
+from areal_megatron.run.folder import Away, RunFolder
 
 
 class Recorder:
     """Keeps processes.json up to date, as well as the disk allows. Several threads may write."""
 
-    def __init__(self, run: Run, placement: Placement):
+    def __init__(self, run: RunFolder, placement: Placement):
         self._run, self._placement = run, placement
         self._written, self._codes, self._commit = 0.0, {}, commit()
         self._lock, self._over, self._failed = threading.Lock(), False, False

@@ -40,7 +40,7 @@ from areal_megatron.reward.group import load_group_function
 from areal_megatron.reward.trial import try_rewards
 from areal_megatron.run import descriptors, gpu_settings, versions
 from areal_megatron.run.arguments import Parser, count
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 from areal_megatron.workflows.trial import try_workflows
 from areal_megatron.workflows.workflow import check_workflow
 
@@ -98,7 +98,7 @@ class Beginning:
 
     config: Config
     """The run's, with what the launcher has decided."""
-    run: Run
+    run: RunFolder
     plan: ClusterPlan
     checkpoint: SavedCheckpoint | None
     """None: the run begins with the model of model.path."""
@@ -124,7 +124,7 @@ def lease(config: Config) -> Iterator[Lease]:
     Leaves no folder of a run that never began. Raises ConfigError if the run exists and is not to be resumed, if others
     may write its folder, if that cannot be written, or if another launcher runs it.
     """
-    run = Run(config.run_dir)
+    run = RunFolder(config.run_dir)
     with ExitStack() as stack:
         with _writing(run):
             made = not os.path.lexists(run.folder)
@@ -153,7 +153,7 @@ def _check_place(folder: Path) -> None:
 
 
 @contextmanager
-def _writing(run: Run) -> Iterator[None]:
+def _writing(run: RunFolder) -> Iterator[None]:
     try:
         yield
     except OSError as e:  # as of a full disk
@@ -165,7 +165,7 @@ def check(
     nodes: Sequence[Node],
     rollout_nodes: Sequence[Node] = (),
     gpu_gib: float = 0,
-    run: Run | None = None,
+    run: RunFolder | None = None,
     python: Mapping[str, Sequence[str]] = {},
 ) -> Beginning:
     """Checks everything and returns the run; the first arguments are as for plan.plan. Raises ConfigError.
@@ -196,7 +196,7 @@ def check(
     members = check_input(config, weights)
     if weights:
         _check_tensors(config)
-    held, run = run is not None, run or Run(config.run_dir)
+    held, run = run is not None, run or RunFolder(config.run_dir)
     checkpoint = _resumed(config, run, held)
     if config.mode == "replay":
         _check_replay(config, run, checkpoint)
@@ -251,7 +251,7 @@ def decide_device(config: Config, gpus: Mapping[str, Sequence[int | str]]) -> st
     return "cuda"
 
 
-def fetch(config: Config, run: Run | None = None, weights: bool = True) -> None:
+def fetch(config: Config, run: RunFolder | None = None, weights: bool = True) -> None:
     """Brings models and data that are named on the hub onto this disk. The config then has the models' folders, and the
     commits of the data; those that `run` has, if it is resumed. Raises ConfigError.
 
@@ -327,7 +327,7 @@ def _check_tensors(config: Config) -> None:
             print(f"note: {note}", file=sys.stderr)
 
 
-def _check_same_data(config: Config, run: Run, checkpoint: SavedCheckpoint, members: Sequence[Member]) -> None:
+def _check_same_data(config: Config, run: RunFolder, checkpoint: SavedCheckpoint, members: Sequence[Member]) -> None:
     """Raises ConfigError if a checkpoint of this run was made with other rows, or anything else on which its answers
     depend; warns if it is another run's."""
     if saved := saved_in(checkpoint.folder):
@@ -336,7 +336,7 @@ def _check_same_data(config: Config, run: Run, checkpoint: SavedCheckpoint, memb
         goes_on(saved, now, members, checkpoint.folder, own, lambda line: print(f"warning: {line}", file=sys.stderr))
 
 
-def _check_replay(config: Config, run: Run, checkpoint: SavedCheckpoint | None) -> None:
+def _check_replay(config: Config, run: RunFolder, checkpoint: SavedCheckpoint | None) -> None:
     """Raises ConfigError if the folder lacks batches that the replay needs."""
     folder = Path(config.data.train)
     if folder.absolute().is_relative_to(run.folder):
@@ -347,7 +347,7 @@ def _check_replay(config: Config, run: Run, checkpoint: SavedCheckpoint | None) 
     check_tokens(read_dump(first), first, read_config(config.model.path)["vocab_size"])
 
 
-def begin(run: Run, checkpoint: SavedCheckpoint | None, keep: Collection[str] = ()) -> None:
+def begin(run: RunFolder, checkpoint: SavedCheckpoint | None, keep: Collection[str] = ()) -> None:
     """Begins an incarnation, from the checkpoint or from the start. `keep`: names of the processes that stay alive."""
     if checkpoint is None:
         run.begin()
@@ -363,7 +363,7 @@ def begin(run: Run, checkpoint: SavedCheckpoint | None, keep: Collection[str] = 
     )
 
 
-def newest(run: Run, held: bool = True) -> SavedCheckpoint | None:
+def newest(run: RunFolder, held: bool = True) -> SavedCheckpoint | None:
     """Returns the checkpoint from which the run goes on, if there is one, and warns of newer ones that are broken.
 
     `held`: this process holds the lease, and so may put checkpoints right. Raises ConfigError if there are checkpoints
@@ -388,7 +388,7 @@ def newest(run: Run, held: bool = True) -> SavedCheckpoint | None:
     return checkpoint
 
 
-def _resumed(config: Config, run: Run, held: bool) -> SavedCheckpoint | None:
+def _resumed(config: Config, run: RunFolder, held: bool) -> SavedCheckpoint | None:
     """Returns the checkpoint that `resume` names; None: begin from the start. Raises ConfigError."""
     if config.resume not in ("", "auto"):
         return checkpoint_folder.read(Path(config.resume).absolute())

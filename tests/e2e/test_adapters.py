@@ -7,7 +7,7 @@ from areal_megatron.checkpoint.convert import to_hf, to_peft
 from areal_megatron.checkpoint.folder import complete
 from areal_megatron.checkpoint.peft import WEIGHTS
 from areal_megatron.observe.metrics import read_metrics
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 from tests.e2e.test_run import small
 from tests.support.adapter_oracle import write_adapter
 
@@ -25,7 +25,7 @@ def test_engines_compute_with_the_adapters_that_are_trained_also_after_a_resume(
     assert min(tensor.abs().max() for tensor in factors.values()) > TOLERANCE
     again = local_run("adapters", *small(world, **KEYS, updates=5), "resume=auto", output="again.out")
     assert again.wait() == 0, again.output
-    updates = [line for line in read_metrics(Run(run.folder)) if line["kind"] == "update"]
+    updates = [line for line in read_metrics(RunFolder(run.folder)) if line["kind"] == "update"]
     assert [line["version"] for line in updates] == [1, 2, 3, 4, 5]
     sent = sum(tensor.nbytes for tensor in trained.values())
     assert all(0 < line["weights_bytes"] <= sent for line in updates)
@@ -41,7 +41,7 @@ def test_a_run_starts_from_an_adapter(local_run, world, tmp_path):
     for merge in ("false", "true"):
         run = local_run(f"started-{merge}", *small(world, **keys, **{"lora.merge": merge}))
         assert run.wait() == 0, run.output
-        updates = [line for line in read_metrics(Run(run.folder)) if line["kind"] == "update"]
+        updates = [line for line in read_metrics(RunFolder(run.folder)) if line["kind"] == "update"]
         differences = [line["logprob_diff_max"] for line in updates]
         assert len(differences) == 2 and max(differences) < TOLERANCE, differences
 
@@ -51,7 +51,7 @@ def test_engines_sample_from_the_adapters_that_trainers_save(local_run, world, t
     changes = {"lora.rank": 4, "ppo.penalty.entropy": 0.1, "ppo.penalty.kl": 0.1}
     run = local_run("adapters", *small(world, **KEYS | changes))
     assert run.wait() == 0, run.output
-    own = Run(run.folder)
+    own = RunFolder(run.folder)
     differences = [line["logprob_diff_max"] for line in read_metrics(own) if "logprob_diff_max" in line]
     assert len(differences) > 1 and max(differences) < TOLERANCE
     factors = load_file(own.adapter / WEIGHTS)

@@ -14,7 +14,7 @@ from areal_megatron.data.dumps import read as read_dump
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.observe.metrics import read_metrics
 from areal_megatron.programs.audit import audit
-from areal_megatron.run.folder import Run, RunError
+from areal_megatron.run.folder import RunError, RunFolder
 
 AFTER = """
 print(run.status.version, run.folder)
@@ -58,7 +58,7 @@ def test_the_script_of_the_docs_runs_what_it_has_written(world, tmp_path):
         env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
     )
     assert done.returncode == 0, done.stderr
-    run, tokenizer = Run(runs / "short"), Tokenizer(world / "model")
+    run, tokenizer = RunFolder(runs / "short"), Tokenizer(world / "model")
     lines = [line for line in done.stdout.splitlines() if re.match(r"\d -", line)]
     updates = [line for line in read_metrics(run) if line["kind"] == "update"]
     values = [(line["version"], line["reward_mean"], line["response_tokens_mean"]) for line in updates]
@@ -82,7 +82,7 @@ def test_python_and_the_command_run_the_same(keys, tmp_path):
     own = [f"{key}={value}" for key, value in flat(keys).items() if key != "name"]
     subprocess.run([*command, *own], check=True, timeout=300, capture_output=True)
     one, other = (
-        [line for line in read_metrics(Run(folder)) if line["kind"] == "sft"]
+        [line for line in read_metrics(RunFolder(folder)) if line["kind"] == "sft"]
         for folder in (run.folder, tmp_path / "by-command")
     )
     assert [line["loss"] for line in one] == [line["loss"] for line in other] and len(one) == 6

@@ -9,7 +9,7 @@ from statistics import mean
 import pytest
 
 from areal_megatron.observe.metrics import read_metrics
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 from tests.conftest import ROOT
 from tests.support.chaos import FAULTS
 
@@ -43,7 +43,7 @@ def run(*command: object, timeout_s: float) -> None:
 def accuracies(folder: Path) -> dict[int, float]:
     """Returns version → accuracy; of an evaluation that was made again, the last one's. A fault costs the evaluation
     that was under way if a checkpoint of a later version was complete: the run goes on from there."""
-    return {line["version"]: line["accuracy"] for line in read_metrics(Run(folder)) if line["kind"] == "eval"}
+    return {line["version"]: line["accuracy"] for line in read_metrics(RunFolder(folder)) if line["kind"] == "eval"}
 
 
 @pytest.mark.soak

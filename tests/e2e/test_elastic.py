@@ -10,7 +10,7 @@ import pytest
 from areal_megatron.observe.metrics import read_metrics, read_status
 from areal_megatron.observe.status import EngineState, EngineStatus
 from areal_megatron.programs.audit import audit
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 from tests.conftest import ROOT
 from tests.e2e.test_run import small
 from tests.support.living import left_over
@@ -44,7 +44,7 @@ def beside(output, *arguments):
 
 def test_an_engine_joins_and_the_first_one_leaves(local_run, world, tmp_path):
     started = local_run("elastic", *small(world, **{"updates": 100000, "held_out": 4, "rollout.max_staleness": 2}))
-    run = Run(started.folder)
+    run = RunFolder(started.folder)
     started.wait_for(lambda: run.metrics.exists() and any(line["kind"] == "update" for line in read_metrics(run)))
     assert "engine-7: no such engine; the run has engine-0" in refused("drain", run.folder, "engine-7")
     assert "no engine would be left" in refused("drain", run.folder, "engine-0")
@@ -75,7 +75,7 @@ def test_an_added_engine_serves_the_next_launcher_too(local_run, world, tmp_path
     """The first launcher is killed. The next one has another secret, so the engine must start again."""
     arguments = small(world, **{"updates": 100000, "held_out": 1, "rollout.max_staleness": 2, "resume": "auto"})
     started = local_run("relaunched", *arguments)
-    run = Run(started.folder)
+    run = RunFolder(started.folder)
     started.wait_for(lambda: run.metrics.exists() and any(line["kind"] == "update" for line in read_metrics(run)))
     with beside(tmp_path / "added.out", "add", run.folder, "--count", 1) as added:
         started.wait_for(lambda: engine(run, "engine-1").version > 0)

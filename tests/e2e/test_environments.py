@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from areal_megatron.data import dumps
 from areal_megatron.observe.metrics import read_metrics
 from areal_megatron.programs.audit import audit
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 from tests.e2e.test_run import small
 from tests.support.rewards import brief, short
 
@@ -40,7 +40,7 @@ def test_each_environment_has_its_own_workflow_reward_limit_and_figures(local_ru
     changes |= {"model.path": of_family("qwen2"), "model.dtype": "bfloat16", "optimizer.lr": 1e-6}
     first = local_run("two", *small(world, **changes), *own)
     assert first.wait() == 0, first.output
-    run, tokenizer = Run(first.folder), AutoTokenizer.from_pretrained(world / "model")
+    run, tokenizer = RunFolder(first.folder), AutoTokenizer.from_pretrained(world / "model")
     updates = [line for line in read_metrics(run) if line["kind"] == "update"]
     later = updates[1:]  # the first one tells of the weights that an engine begins with
     sent = [update["weights_changed"] for update in later if "weights_changed" in update]
@@ -85,7 +85,7 @@ def test_a_run_of_environments_goes_on(local_run, world, tmp_path):
     assert first.wait() == 0, first.output
     again = local_run("two", *small(world, **changes | {"updates": 6}), *own, "resume=auto", output="again")
     assert again.wait() == 0, again.output
-    run = Run(first.folder)
+    run = RunFolder(first.folder)
     assert audit(run) == []
     lines = [line for file in run.folder.glob("ledger/*") for line in file.read_text().splitlines()]
     assert {json.loads(line)["version"] for line in lines} == set(range(6))

@@ -8,7 +8,7 @@ import pytest
 
 from areal_megatron.observe.metrics import read_metrics
 from areal_megatron.programs.audit import audit
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 from tests.conftest import ROOT
 from tests.support.chat_world import make_tokenizer
 from tests.support.tiny_models import save_model
@@ -64,5 +64,5 @@ def test_it_trains(name, local_run, tmp_path):
     overrides = [f"{key}={value}" for key, value in keys.items()]
     run = local_run("example", *overrides, config=f"examples/{name}/config.yaml")
     assert run.wait() == 0, run.output
-    updates = [line for line in read_metrics(Run(run.folder)) if line["kind"] == "update"]
-    assert len(updates) == 2 and audit(Run(run.folder)) == []
+    updates = [line for line in read_metrics(RunFolder(run.folder)) if line["kind"] == "update"]
+    assert len(updates) == 2 and audit(RunFolder(run.folder)) == []

@@ -11,7 +11,7 @@ import pytest
 
 from areal_megatron.observe.metrics import read_metrics
 from areal_megatron.programs.audit import audit
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 from tests.e2e.test_run import small
 from tests.support.living import left_over
 
@@ -27,7 +27,7 @@ def kill(started, victim):
         assert started.wait(60) == 1
         last = started.output.splitlines()[-4]
         assert f"{victim} was killed by SIGKILL" in last
-        assert str(Run(started.folder).log(victim)) in last
+        assert str(RunFolder(started.folder).log(victim)) in last
     assert time.monotonic() - killed < 20
     assert not left_over(members, timeout_s=20)
 
@@ -36,7 +36,7 @@ def kill(started, victim):
 def test_an_engine_that_is_killed_ends_the_run(local_run, world):
     """The others are killed in test_resume.py."""
     started = local_run("kill-engine", *small(world, updates=100000, held_out=1))
-    started.wait_for(lambda: updates(Run(started.folder)))
+    started.wait_for(lambda: updates(RunFolder(started.folder)))
     kill(started, "engine-0")
 
 
@@ -64,7 +64,7 @@ TWO_ENGINES = {
 def test_what_dies_is_started_again_alone_and_an_interrupt_ends_everything(local_run, world):
     """First one engine of two, while the other keeps running; then a trainer dies under both; then comes Ctrl-C."""
     started = local_run("survivor", "--restarts=2", *small(world, **TWO_ENGINES))
-    run = Run(started.folder)
+    run = RunFolder(started.folder)
     started.wait_for(lambda: updates(run) >= 2)
     others = [started.pid(name) for name in ("controller", "trainer-0", "engine-0")]
     os.kill(started.pid("engine-1"), signal.SIGKILL)
@@ -89,7 +89,7 @@ def test_what_dies_is_started_again_alone_and_an_interrupt_ends_everything(local
 @pytest.mark.soak
 def test_an_engine_that_hangs_is_ended_and_started_again_alone(local_run, world):
     started = local_run("survivor", "--restarts=1", *small(world, **TWO_ENGINES, **{"rollout.silence_s": 15}))
-    run = Run(started.folder)
+    run = RunFolder(started.folder)
     started.wait_for(lambda: updates(run) >= 2)
     others = [started.pid(name) for name in ("controller", "trainer-0", "engine-1")]
     hung = psutil.Process(started.pid("engine-0"))
@@ -122,7 +122,7 @@ def test_whatever_dies_ten_times_is_started_again(local_run, world):
         "checkpoint.every": 1,
     }
     started = local_run("survivor", f"--restarts={len(victims)}", *small(world, **changes))
-    run = Run(started.folder)
+    run = RunFolder(started.folder)
     started.wait_for(lambda: updates(run) >= 2)
     for number, victim in enumerate(victims):
         time.sleep(random.uniform(0, 3))

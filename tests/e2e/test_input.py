@@ -14,7 +14,7 @@ from areal_megatron.launch import local
 from areal_megatron.launch.supervision import start
 from areal_megatron.launch.supervision.lease import Lease
 from areal_megatron.planning.pools import Node
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 from tests.conftest import ROOT
 from tests.support.hostile import WITHOUT_NAMESPACES
 
@@ -170,7 +170,7 @@ def test_trainers_are_handed_what_was_decided_for_auto(world, tmp_path, mode, de
     data = [f"mode={mode}", *([f"data.train={world / 'sft.jsonl'}", "data.eval="] if mode == "sft" else [])]
     config = config_file.load(*arguments_of(world, tmp_path, *data)[:1], arguments_of(world, tmp_path, *data)[1:])
     config.machine.device = device
-    run = Run(config.run_dir)
+    run = RunFolder(config.run_dir)
     run.create()
     beginning = start.check(config, [Node("a", (0, 1))], gpu_gib=gib, run=run)
     with Lease(run, 90):

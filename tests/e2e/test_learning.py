@@ -10,7 +10,7 @@ import pytest
 
 from areal_megatron.checkpoint.peft import WEIGHTS
 from areal_megatron.observe.metrics import read_metrics
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 from tests.conftest import ROOT
 from tests.support import bands
 from tests.support.controls import MARK
@@ -79,7 +79,7 @@ def test_a_student_learns_from_its_teacher_alone(tmp_path):
     subprocess.run(command, cwd=ROOT, check=True, timeout=600)
     _, taught = demo.accuracy(out / "rl")
     before, after = demo.accuracy(out / "student")
-    updates = [line for line in read_metrics(Run(out / "student")) if line["kind"] == "update"]
+    updates = [line for line in read_metrics(RunFolder(out / "student")) if line["kind"] == "update"]
     apart = [line["kl_reference"] for line in updates]
     print(f"{before:.3f} → {after:.3f}, teacher {taught:.3f}; KL to the teacher {apart[0]:.3f} → {apart[-1]:.4f}")
     assert before < 0.6 and after >= 0.95 * taught
@@ -93,7 +93,7 @@ def test_the_demo_learns_in_float16(tmp_path):
     command = [sys.executable, "tools/demo.py", f"--out={out}", "model.dtype=float16"]
     subprocess.run(command, cwd=ROOT, check=True, timeout=1500)
     before, after = demo.accuracy(out / "rl")
-    updates = [line for line in read_metrics(Run(out / "rl")) if line["kind"] == "update"]
+    updates = [line for line in read_metrics(RunFolder(out / "rl")) if line["kind"] == "update"]
     scales, skipped = [line["loss_scale"] for line in updates], sum(line["skipped_steps"] for line in updates)
     differences = [line["logprob_diff_p99"] for line in updates if "logprob_diff_p99" in line]
     print(
@@ -113,7 +113,7 @@ def test_the_demo_learns_with_adapters(tmp_path):
     command = [sys.executable, "tools/demo.py", f"--out={out}", "lora.rank=8", "optimizer.lr=1e-3"]
     subprocess.run(command, cwd=ROOT, check=True, timeout=1500)
     before, after = demo.accuracy(out / "rl")
-    updates = [line for line in read_metrics(Run(out / "rl")) if line["kind"] == "update"]
+    updates = [line for line in read_metrics(RunFolder(out / "rl")) if line["kind"] == "update"]
     differences = [line["logprob_diff_max"] for line in updates if "logprob_diff_max" in line]
     sent = max(line["weights_bytes"] for line in updates)
     print(f"adapters: {before:.3f} → {after:.3f}, {sent:,} bytes an update, differences up to {max(differences):.1e}")
@@ -160,9 +160,9 @@ def test_preferences_of_the_demo_are_learned(tmp_path):
     def run(*arguments: object) -> None:
         subprocess.run([sys.executable, *map(str, arguments)], cwd=ROOT, check=True, timeout=2400)
 
-    def launch(config: str, name: str, *keys: str) -> Run:
+    def launch(config: str, name: str, *keys: str) -> RunFolder:
         run("-m", "areal_megatron.launch.local", f"configs/{config}.yaml", f"runs_dir={out}", f"name={name}", *keys)
-        return Run(out / name)
+        return RunFolder(out / name)
 
     def accuracy(model: Path) -> float:
         figures = out / f"accuracy-{model.parent.name}"

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from areal_megatron.observe.metrics import read_metrics
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 from tests.conftest import ROOT
 from tools import demo, demo_llm
 
@@ -79,7 +79,7 @@ def test_new_weights_arrive_in_flight(model, world, tmp_path, tp):
         "rollout.group_size=4",
         "reward.function=tests.support.rewards:short",  # four groups may have no right answer to learn from
     )
-    updates = [line for line in read_metrics(Run(tmp_path / "flight")) if line["kind"] == "update"]
+    updates = [line for line in read_metrics(RunFolder(tmp_path / "flight")) if line["kind"] == "update"]
     assert [line["version"] for line in updates] == [1, 2, 3, 4]
     assert all(line["update_size"] > 0 for line in updates)
     probes = [(line["mismatch_version"], line["mismatch_max"]) for line in updates if "mismatch_max" in line]

@@ -26,16 +26,16 @@ from areal_megatron.data.trajectory import Trajectory, checksum
 from areal_megatron.observe.metrics import read_metrics, read_status
 from areal_megatron.observe.records import read_record
 from areal_megatron.programs.audit import audit, surviving
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 from tests.e2e.test_faults import kill
 from tests.e2e.test_run import small
 
 
-def trained(run: Run) -> list[int]:
+def trained(run: RunFolder) -> list[int]:
     return [line["version"] for line in read_metrics(run) if line["kind"] == "update"]
 
 
-def last_update(run: Run) -> float:
+def last_update(run: RunFolder) -> float:
     """When the last version was trained, in seconds since the epoch."""
     return [line["time"] for line in read_metrics(run) if line["kind"] == "update"][-1]
 
@@ -75,7 +75,7 @@ def with_the_time(world, folder) -> Path:
     return folder / "model"
 
 
-def check_resumed(kept: ControllerState, run: Run) -> None:
+def check_resumed(kept: ControllerState, run: RunFolder) -> None:
     """Answers that waited, and interrupted ones, were trained after the prompt that they were sampled from. On both
     sides of the interruption tokens have the log-probabilities that transformers computes with the export of their
     version."""
@@ -129,7 +129,7 @@ def test_a_run_that_is_killed_and_stopped_goes_on(local_run, world, tmp_path):
     changes["model.path"] = with_the_time(world, tmp_path)
     settings = small(world, **changes)
     started = local_run("killed", *settings, "rollout.max_staleness=4")
-    run = Run(started.folder)
+    run = RunFolder(started.folder)
     started.wait_for(lambda: run.checkpoints.exists() and complete(run))
     time.sleep(random.uniform(0, 1))
     kill(started, "launcher")
@@ -188,7 +188,7 @@ def test_a_run_that_is_killed_again_and_again_goes_on(local_run, world):
     changes = CHANGES | {"checkpoint.every": 1}
     for kills in range(30):
         started = local_run("killed", *small(world, **changes, updates=10000))
-        run = Run(started.folder)
+        run = RunFolder(started.folder)
         trained_before = len(trained(run))
         started.wait_for(lambda: run.start.incarnation == kills and run.status.exists())  # noqa: B023
         victim = random.choice(["launcher", "trainer-0", "controller", "engine-0"])
@@ -233,7 +233,7 @@ def test_a_full_disk_is_waited_for_by_trainers_and_launcher(local_run, world, sm
     disk, fill = small_disk
     changes = {"updates": 1000, "held_out": 4, "checkpoint.every": 2, "rollout.max_staleness": 2}
     started = local_run("short", *small(world, **changes), f"runs_dir={disk}", "--restarts=1", output=str(disk / "out"))
-    run = Run(disk / "short")
+    run = RunFolder(disk / "short")
     started.wait_for(lambda: run.checkpoints.exists() and complete(run))
     filling = fill()
     time.sleep(3)
@@ -258,7 +258,7 @@ def test_a_full_disk_costs_checkpoints_and_not_the_run(local_run, world, small_d
     disk, fill = small_disk
     changes = {"updates": 1000, "held_out": 4, "checkpoint.every": 2, "rollout.max_staleness": 2}
     started = local_run("full", *small(world, **changes))
-    run = Run(started.folder)
+    run = RunFolder(started.folder)
     started.wait_for(lambda: run.checkpoints.is_dir())
     run.checkpoints.rmdir()
     run.checkpoints.symlink_to(disk)

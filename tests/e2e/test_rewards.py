@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from areal_megatron.data import dumps
 from areal_megatron.observe.metrics import read_metrics
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 from tests.conftest import ROOT
 from tests.e2e.test_run import small
 from tests.support.reward_service import score
@@ -114,7 +114,7 @@ def test_no_answer_is_trained_as_wrong_because_its_reward_failed(local_run, worl
     rewards.start()
     assert started.wait() == 0, started.output
 
-    run, tokenizer = Run(started.folder), AutoTokenizer.from_pretrained(world / "model")
+    run, tokenizer = RunFolder(started.folder), AutoTokenizer.from_pretrained(world / "model")
     last = updates_of(run)[-1]
     assert last["reward_failures"] > 0 and last["reward_retries"] > last["reward_failures"]
     busy = [update["reward_busy_share"] for update in updates_of(run)]
@@ -141,7 +141,7 @@ def test_a_reward_that_always_fails_ends_the_run_before_anything_is_trained(loca
     problem = "error: reward.failed_share: the rewards of 5 of the last 40 answers failed, more than 0.1; the last"
     (line,) = [line for line in started.output.splitlines() if problem in line]
     assert "RuntimeError: this reward always fails" in line and str(world / "train.jsonl") in line
-    assert not updates_of(Run(started.folder))
+    assert not updates_of(RunFolder(started.folder))
 
 
 @pytest.mark.soak
@@ -153,7 +153,7 @@ def test_terms_of_a_group_are_trained_and_logged(local_run, world):
     }
     started = local_run("terms", *small(world, held_out=1, **changes))
     assert started.wait() == 0, started.output
-    run, tokenizer = Run(started.folder), AutoTokenizer.from_pretrained(world / "model")
+    run, tokenizer = RunFolder(started.folder), AutoTokenizer.from_pretrained(world / "model")
     for path, update in zip(dumps.dumped(run.trajectories).values(), updates_of(run), strict=True):
         trajectories = dumps.read(path).trajectories
         for first in range(0, 32, 4):
@@ -176,7 +176,7 @@ def test_the_demo_learns_while_its_service_is_ill_for_half_a_minute(tmp_path, se
     rewards, out = service(score), tmp_path / "demo"
     changes = [f"reward.function={rewards.url}", "eval.every=20"]
     demo = subprocess.Popen([sys.executable, "tools/demo.py", f"--out={out}", *changes], cwd=ROOT)
-    ill, undisturbed = Run(out / "rl"), Run(out / "undisturbed")
+    ill, undisturbed = RunFolder(out / "rl"), RunFolder(out / "undisturbed")
     while len(updates_of(ill)) < 20:
         assert demo.poll() is None
         time.sleep(0.5)

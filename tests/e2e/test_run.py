@@ -18,7 +18,7 @@ from areal_megatron.engine.client import EngineClient
 from areal_megatron.models.architecture import read_config
 from areal_megatron.observe.metrics import read_metrics, read_status
 from areal_megatron.programs import trajectories
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 from tests.support.living import left_over
 from tests.support.reshard_oracle import expected_checksums, held_checksums
 from tools.bench import staleness as staleness_bench
@@ -48,7 +48,7 @@ def small(world, held_out=32, **changes):
     return [f"{key}={value}" for key, value in keys.items()]
 
 
-async def engine_checksums(run: Run):
+async def engine_checksums(run: RunFolder):
     client = EngineClient("engine-0", run.endpoint("engine-0"), run.token, timeout_s=60)
     try:
         return await held_checksums(client)
@@ -56,7 +56,7 @@ async def engine_checksums(run: Run):
         await client.close()
 
 
-def ledger(run: Run):
+def ledger(run: RunFolder):
     return [json.loads(line) for file in (run.folder / "ledger").iterdir() for line in file.read_text().splitlines()]
 
 
@@ -86,7 +86,7 @@ def test_staleness_holds_while_groups_are_filtered(local_run, world, capsys, eta
     equal = [f"--python=controller={staleness_bench.EQUAL}"] if eta == 16 else []
     started = local_run(f"eta-{eta}", *small(world, **changes), *equal)
     assert started.wait() == 0, started.output
-    run = Run(started.folder)
+    run = RunFolder(started.folder)
     lines = ledger(run)
     replicas = 2 if eta == 16 else 1
     assert sorted(line["version"] for line in lines) == sorted([*range(6)] * replicas)
@@ -137,7 +137,7 @@ def check_ratios(run, model, capsys):
 def check_replay(run, started):
     """Without engines the trainers compute what they did, bit for bit."""
     assert started.wait() == 0, started.output
-    replay = Run(started.folder)
+    replay = RunFolder(started.folder)
     before, after = (load_file(folder / "model.safetensors") for folder in (run.hf, replay.hf))
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
     for replica in range(2):
@@ -153,7 +153,7 @@ def test_both_pools_run_on_the_same_slot(local_run, world):
     changes = {"machine.shared": True, "machine.slots": 1, "reshard.link": "host"}
     changes |= {"rollout.max_staleness": 1, "held_out": 300}
     started = local_run("one-slot", *small(world, **changes))
-    run = Run(started.folder)
+    run = RunFolder(started.folder)
     started.wait_for(lambda: read_status(run).phase == "final evaluation")
     cores = {name: psutil.Process(started.pid(name)).cpu_affinity() for name in ("trainer-0", "engine-0")}
     held = asyncio.run(engine_checksums(run))
@@ -175,7 +175,7 @@ def test_experts_train_in_the_layout_of_the_235b_run(local_run, world, of_family
     changes = {f"trainer.{key}": value for key, value in layout.items()}
     changes |= {"model.path": model, "rollout.tp": 2, "machine.slots": 6, "rollout.max_staleness": 1, "held_out": 200}
     started = local_run("experts", *small(world, **changes))
-    run = Run(started.folder)
+    run = RunFolder(started.folder)
     started.wait_for(lambda: read_status(run).phase == "final evaluation")
     held = asyncio.run(engine_checksums(run))
     assert started.wait() == 0, started.output
@@ -201,7 +201,7 @@ def test_options_of_the_libraries_reach_their_processes(local_run, world, capsys
     started = local_run("passed", *small(world, **passed, **{"updates": 2, "data.eval": "", "rollout.dump": True}))
     assert started.wait() == 0, started.output
     assert "recomputation: core_attn, mlp by megatron-core" in started.output
-    run = Run(started.folder)
+    run = RunFolder(started.folder)
     config = load(run.config)
     assert config.rollout.vllm["speculative_config"]["method"] == "ngram" and len(config.rollout.vllm) == 3
     assert config.trainer.megatron["recompute_modules"] == ["core_attn", "mlp"]
@@ -237,7 +237,7 @@ def test_a_run_leaves_what_it_promises_and_nothing_else(local_run, world):
             },
         ),
     )
-    run = Run(started.folder)
+    run = RunFolder(started.folder)
     started.wait_for(lambda: read_status(run).phase == "final evaluation")
     members = started.members()
     assert len(members) > 8

@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 
 from areal_megatron.observe.metrics import read_metrics
 from areal_megatron.programs.audit import audit
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 from tests.e2e.test_faults import updates
 from tests.e2e.test_run import check_compared, small
 from tests.support.living import left_over
@@ -18,7 +18,7 @@ def test_a_second_start_is_refused_and_the_first_ends_well(local_run, world, of_
     model = of_family("qwen3_moe")
     arguments = small(world, resume="auto", updates=12, **{"checkpoint.every": 2, "model.path": model})
     first = local_run("twice", *arguments)
-    run = Run(first.folder)
+    run = RunFolder(first.folder)
     first.wait_for(lambda: list(run.leases.glob("*.json")))
     for ready in (lambda: True, lambda: updates(run) >= 4):
         first.wait_for(ready)
@@ -41,7 +41,7 @@ def test_a_run_whose_launcher_hangs_is_taken_over(local_run, world):
     """It is stopped, as by Ctrl-Z or a machine that stands still; its processes train on until they notice."""
     arguments = small(world, resume="auto", updates=40, **{"checkpoint.every": 2, "machine.lease_s": 5})
     first = local_run("hangs", *arguments)
-    run = Run(first.folder)
+    run = RunFolder(first.folder)
     first.wait_for(lambda: updates(run) >= 4)
     members, secret = first.members(), run.token
     first.process.send_signal(signal.SIGSTOP)

@@ -8,7 +8,7 @@ from fractions import Fraction
 from areal_megatron.data.dumps import dumped
 from areal_megatron.data.dumps import read as read_dump
 from areal_megatron.observe.metrics import read_metrics
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 from tests.e2e.test_run import small
 
 SAMPLES, BEST, TOKENS = 4, 9, 6
@@ -41,7 +41,7 @@ def test_a_run_asks_a_user_and_a_judge_who_are_killed_meanwhile(local_run, world
         "updates": 4,
     }
     started = local_run("served", *small(world, **changes), "--restarts=2")
-    run = Run(started.folder)
+    run = RunFolder(started.folder)
 
     def updates():
         return [line for line in read_metrics(run) if line["kind"] == "update"] if run.metrics.exists() else []

@@ -9,7 +9,7 @@ import pytest
 
 from areal_megatron.observe.metrics import read_metrics, read_status
 from areal_megatron.programs.audit import audit
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 from tests.conftest import ROOT
 from tests.e2e.test_elastic import ENGINES, engine
 from tests.e2e.test_run import small
@@ -68,7 +68,7 @@ def drain_the_near_one(run):
 @pytest.mark.soak  # two to three minutes
 def test_an_engine_at_another_site_is_killed_and_comes_back(local_run, world, tmp_path, sites):
     started = local_run("sites", *small(world, **KEYS), enter=sites.near.enter)
-    run = Run(started.folder)
+    run = RunFolder(started.folder)
     started.wait_for(lambda: trains(run))
     with added(run, sites, tmp_path / "added.out") as adding:
         started.wait_for(lambda: version_of(run, "engine-1") > 0)
@@ -91,7 +91,7 @@ def test_an_engine_at_another_site_is_killed_and_comes_back(local_run, world, tm
 def test_a_site_that_is_cut_off_comes_back(local_run, world, tmp_path, sites):
     """The engine of the trainers' own site goes on meanwhile."""
     started = local_run("cut", *small(world, **KEYS, **{"reshard.timeout_s": 10}), enter=sites.near.enter)
-    run = Run(started.folder)
+    run = RunFolder(started.folder)
     started.wait_for(lambda: trains(run))
     with added(run, sites, tmp_path / "added.out"):
         started.wait_for(lambda: version_of(run, "engine-1") > 0)
@@ -111,7 +111,7 @@ def test_another_launcher_has_other_credentials(local_run, world, tmp_path, site
     """The first one is killed; the engine starts again with the new credentials."""
     arguments = small(world, **KEYS, resume="auto")
     started = local_run("relaunched", *arguments, enter=sites.near.enter)
-    run = Run(started.folder)
+    run = RunFolder(started.folder)
     started.wait_for(lambda: trains(run))
     with added(run, sites, tmp_path / "added.out"):
         started.wait_for(lambda: version_of(run, "engine-1") > 0)

@@ -19,7 +19,7 @@ from areal_megatron.data.pairs import read_pairs
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.launch.page.report import write_report
 from areal_megatron.observe.metrics import read_metrics
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 from tests.e2e.test_run import small
 from tools.make_arithmetic import good_answer, hasty_answer, make_tokenizer
 
@@ -49,7 +49,7 @@ def fine_tuning(world, tmp_path):
     ]
 
 
-def steps(run: Run, kind: str = "sft") -> list[dict]:
+def steps(run: RunFolder, kind: str = "sft") -> list[dict]:
     return [line for line in read_metrics(run) if line["kind"] == kind]
 
 
@@ -58,7 +58,7 @@ def test_a_resumed_run_is_bit_equal_to_one_that_was_never_stopped(local_run, fin
     """The one is asked to stop, as Slurm does before it preempts, and then loses its trainer."""
     straight = local_run("straight", *fine_tuning)
     stopped = local_run("stopped", *fine_tuning)
-    run = Run(stopped.folder)
+    run = RunFolder(stopped.folder)
     stopped.wait_for(lambda: steps(run))
     run.stop.touch()
     assert stopped.wait() == 75, stopped.output
@@ -71,7 +71,7 @@ def test_a_resumed_run_is_bit_equal_to_one_that_was_never_stopped(local_run, fin
     assert "starting again, 0 restarts are left" in again.output
     assert straight.wait() == 0, straight.output
 
-    whole = Run(straight.folder)
+    whole = RunFolder(straight.folder)
     assert [line["version"] for line in steps(run)] == [*range(1, UPDATES + 1)]
     for name in ("loss", "lr", "grad_norm"):
         assert [line[name] for line in steps(run)] == [line[name] for line in steps(whole)]
@@ -99,12 +99,12 @@ def test_two_replicas_go_on_where_one_was(local_run, fine_tuning):
     fine_tuning += ["data.eval=", "checkpoint.hf_every=0"]
     straight = local_run("straight", *fine_tuning)
     assert straight.wait() == 0, straight.output
-    middle = Run(straight.folder).checkpoints / "version-000016"
+    middle = RunFolder(straight.folder).checkpoints / "version-000016"
     replicas = ["trainer.dp=2", "machine.slots=2", f"resume={middle}", "checkpoint.every=0"]
     other = local_run("other", *fine_tuning, *replicas)
     assert other.wait() == 0, other.output
-    losses = {line["version"]: line["loss"] for line in steps(Run(straight.folder))}
-    found = steps(Run(other.folder))
+    losses = {line["version"]: line["loss"] for line in steps(RunFolder(straight.folder))}
+    found = steps(RunFolder(other.folder))
     assert len(found) == UPDATES - 16
     for line in found:
         assert line["loss"] == pytest.approx(losses[line["version"]], abs=1e-4)
@@ -150,7 +150,7 @@ def test_conversations_are_learned_as_the_template_shows_them(local_run, world, 
     }
     started = local_run("conversations", *(f"{key}={value}" for key, value in keys.items()))
     assert started.wait() == 0, started.output
-    run, library, losses = Run(started.folder), make_tokenizer(), []
+    run, library, losses = RunFolder(started.folder), make_tokenizer(), []
     trained = AutoModelForCausalLM.from_pretrained(run.hf, dtype=torch.float32)
     for seen in texts[:40]:
         own = []
@@ -187,7 +187,7 @@ def test_pairs_are_learned_in_seconds(local_run, world, tmp_path, mode):
     }
     started = local_run(mode, *(f"{key}={value}" for key, value in keys.items()))
     assert started.wait() == 0, started.output
-    run = Run(started.folder)
+    run = RunFolder(started.folder)
     before, after = steps(run, "eval")
     assert before["loss"] == pytest.approx(math.log(2), abs=1e-3) and before["accuracy"] < 0.6
     assert after["loss"] < 0.3 and after["accuracy"] >= 0.95
@@ -235,7 +235,7 @@ def test_answers_are_trained_on_the_scores_of_a_reward_model(local_run, world, r
         "updates": 5,
     }
     started = local_run("scored", *small(world, **changes), "--restarts=1")
-    run = Run(started.folder)
+    run = RunFolder(started.folder)
     started.wait_for(lambda: steps(run, "update"))
     os.kill(started.pid("reward-0"), signal.SIGKILL)
     assert started.wait() == 0, started.output

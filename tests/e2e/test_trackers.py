@@ -3,7 +3,7 @@
 import pytest
 
 from areal_megatron.observe.metrics import read_metrics
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 from tests.unit.observe.test_trackers import need, read_back
 
 
@@ -26,7 +26,7 @@ def test_a_run_is_mirrored_while_it_goes_on(world, local_run):
     run = local_run("tracked", *data, "data.eval=", "batch_size=16", "track.to=wandb")
     assert run.wait(240) == 0, run.output
     points, ids = read_back("wandb", run.folder / "trackers" / "wandb")
-    steps = [record for record in read_metrics(Run(run.folder)) if record["kind"] == "sft"]
+    steps = [record for record in read_metrics(RunFolder(run.folder)) if record["kind"] == "sft"]
     assert len(steps) == 4 and len(ids) == 1
     assert points["sft/loss"] == [(step["version"], step["loss"]) for step in steps]
     assert "warning" not in run.output

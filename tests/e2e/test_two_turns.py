@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 from tests.conftest import ROOT
 from tools import demo
 
@@ -28,7 +28,7 @@ class TwoTurns:
             f"name={name}",
             *keys,
         )
-        return Run(self.folder / name)
+        return RunFolder(self.folder / name)
 
     def trained(self, name, model, *keys):
         rows = [f"data.train={self.world / 'train.jsonl'}", f"data.eval={self.world / 'heldout.jsonl'}"]

@@ -28,7 +28,7 @@ from areal_megatron.reshard.plan import Planner
 from areal_megatron.reshard.publish import Publisher, TrainerRank
 from areal_megatron.reshard.session import LinkRef, init_body
 from areal_megatron.reshard.trainer_layout import MegatronSizes, layout
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 from tests.support.adapter_oracle import adapt, random_adapter
 from tests.support.engines import started_engine
 from tests.support.link_store import open_store
@@ -100,7 +100,7 @@ async def answers_before_and_after(config, hf_config, run, held):
 @pytest.mark.parametrize("name", TARGETS)
 def test_an_update_of_adapters_is_exact(tmp_path, name):
     config, hf_config, factors = make(name, tmp_path)
-    run = Run(config.run_dir)
+    run = RunFolder(config.run_dir)
     run.create()
     save(config, run.config)
     own = layout(hf_config, MegatronSizes(), 0, served(config, hf_config))

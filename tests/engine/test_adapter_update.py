@@ -26,7 +26,7 @@ from areal_megatron.reshard.plan import Planner
 from areal_megatron.reshard.publish import Publisher, TrainerRank
 from areal_megatron.reshard.session import LinkRef, init_body
 from areal_megatron.reshard.trainer_layout import MegatronSizes
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 from tests.support.adapter_oracle import DENSE, adapt, megatron_factors, random_adapter, vllm_factors
 from tests.support.engines import tied
 from tests.support.link_store import open_store
@@ -52,7 +52,7 @@ class Server:
         self.hf_config = read_config(self.model)
         words = {f"<{number}>": number for number in range(self.hf_config["vocab_size"])}
         Tokenizer(WordLevel(words, unk_token="<0>")).save(str(self.model / "tokenizer.json"))
-        self.run = Run(folder / "run")
+        self.run = RunFolder(folder / "run")
         self.run.create()
         OmegaConf.save(
             {

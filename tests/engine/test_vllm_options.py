@@ -13,7 +13,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from areal_megatron.config import ConfigError, RolloutConfig, passed_through
 from areal_megatron.engine import server, vllm_options
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 from tests.support.engines import ask, make_run, started_engine
 from tests.support.owned_rows import rows_of_owned
 
@@ -190,7 +190,7 @@ def run(world, tmp_path_factory):
         yield run
 
 
-def sampled(run: Run, seed):
+def sampled(run: RunFolder, seed):
     """64 answers, and how many tokens were drafted for them and accepted."""
 
     async def counts(client):

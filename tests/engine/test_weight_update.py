@@ -29,7 +29,7 @@ from areal_megatron.reshard.plan import Planner
 from areal_megatron.reshard.publish import Publisher, TrainerRank
 from areal_megatron.reshard.session import LinkRef, init_body
 from areal_megatron.reshard.trainer_layout import MegatronSizes
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 from areal_megatron.run.network import Site
 from tests.support.engines import tied
 from tests.support.link_store import open_store
@@ -91,7 +91,7 @@ class Server:
         words = {f"<{number}>": number for number in range(self.hf_config["vocab_size"])}
         library = Tokenizer(WordLevel(words, unk_token="<0>"))
         library.save(str(self.folders[0] / "tokenizer.json"))  # vLLM makes one by itself for Qwen only
-        self.run = Run(folder / "run")
+        self.run = RunFolder(folder / "run")
         self.run.create()
         OmegaConf.save(
             {

@@ -16,7 +16,7 @@ from areal_megatron.launch.mpi import slots
 from areal_megatron.launch.supervision.orders import NodeHello
 from areal_megatron.observe.metrics import read_metrics
 from areal_megatron.programs.audit import audit
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 from tests.e2e.test_run import small
 from tests.support import debian
 from tests.support.living import command_of, left_over
@@ -84,7 +84,7 @@ def test_trains_over_two_pools_and_a_dead_child_does_not_abort_the_world(mpi_run
     """A trainer rank is killed; the slots stay, restart everything, and the run ends as if nothing had happened."""
     changes = {"updates": 6, "checkpoint.every": 1, "trainer.pp": 2, "held_out": 4, "rollout.max_staleness": 2}
     marked = f"--python=rollout=env OWN_PYTHON=engines {sys.executable}"
-    started, run = mpi_run("run", 3, "--restarts=1", marked, *small(world, **changes)), Run(tmp_path / "run")
+    started, run = mpi_run("run", 3, "--restarts=1", marked, *small(world, **changes)), RunFolder(tmp_path / "run")
     deadline = time.monotonic() + 300
     while not run.metrics.exists() or sum(line["kind"] == "update" for line in read_metrics(run)) < 2:
         assert started.process.poll() is None and time.monotonic() < deadline, started.output
@@ -197,7 +197,7 @@ A_GPU_EACH = """
 import os, sys, time
 from mpi4py import MPI
 from areal_megatron.config import Config, DataConfig, ModelConfig
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 from areal_megatron.launch.supervision.hosts import Nodes
 from areal_megatron.launch.mpi import Messages, MpiChannel, _slot, follow, slots
 from areal_megatron.launch.supervision.node import hello
@@ -212,7 +212,7 @@ if world.rank:
     sys.exit()
 config = Config(name="x", updates=1, model=ModelConfig(path="m"), data=DataConfig(train="t"))
 config.machine.device = "cuda"
-run = Run(folder)
+run = RunFolder(folder)
 run.create()
 with Nodes(MpiChannel(world, own), 30, lambda process: places[_slot(process)]) as nodes:
     machines, places = slots(nodes.gather(["0", "1"], 60), config)

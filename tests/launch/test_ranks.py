@@ -15,7 +15,7 @@ from areal_megatron.config import ConfigError
 from areal_megatron.launch.ranks import Rank
 from areal_megatron.observe.metrics import read_metrics
 from areal_megatron.programs.audit import audit
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 from tests.e2e.test_run import small
 from tests.support.traces import Traces
 
@@ -85,7 +85,7 @@ def job(tmp_path):
         one.traces.check()
 
 
-def updates(run: Run) -> list[int]:
+def updates(run: RunFolder) -> list[int]:
     return [line["version"] for line in read_metrics(run) if line["kind"] == "update"]
 
 
@@ -96,7 +96,7 @@ def settings_of(world, trainers: int) -> list[str]:
 
 @pytest.mark.timeout(900)
 def test_sigterm_to_any_rank_stops_the_run_which_goes_on(job, world, tmp_path):
-    run, settings = Run(tmp_path / "run"), settings_of(world, 1)
+    run, settings = RunFolder(tmp_path / "run"), settings_of(world, 1)
     first = job("run", 2, *settings)
     first.wait_for(lambda: run.metrics.exists() and updates(run))
     first.processes[1].send_signal(signal.SIGTERM)  # as to the pod of one node
@@ -112,7 +112,7 @@ def test_sigterm_to_any_rank_stops_the_run_which_goes_on(job, world, tmp_path):
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 def test_four_nodes_lose_one_and_go_on(job, world, tmp_path):
-    run, settings = Run(tmp_path / "run"), settings_of(world, 2)
+    run, settings = RunFolder(tmp_path / "run"), settings_of(world, 2)
     first = job("run", 4, *settings)
     first.wait_for(lambda: run.metrics.exists() and len(updates(run)) > 3)
     victim = int(re.search(r"trainer-1\s+trainer\s+rank-(\d)", first.said[0])[1])

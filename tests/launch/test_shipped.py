@@ -16,7 +16,7 @@ import pytest
 from areal_megatron.config import config_file
 from areal_megatron.observe.metrics import read_metrics
 from areal_megatron.observe.records import read_record
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 from tests.support.cluster import ENDED, Cluster
 from tests.support.hub_server import HubServer
 from tests.support.soaking import with_soaked
@@ -188,7 +188,7 @@ def submit(cluster, hub, isolation, monkeypatch, tmp_path):
         )
         keys = [f"{key}={value}" for key, value in {**SIZES, "runs_dir": tmp_path, **changes}.items()]
         jobs.append(cluster.submit(Path("slurm") / script, environment, "--nodes=2", "--time=30", arguments=keys))
-        return jobs[-1], Run(tmp_path / config_of(script).name)
+        return jobs[-1], RunFolder(tmp_path / config_of(script).name)
 
     yield submit
     for job in jobs:

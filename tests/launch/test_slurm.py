@@ -20,7 +20,7 @@ from areal_megatron.observe.metrics import read_metrics, read_status
 from areal_megatron.observe.records import read_record
 from areal_megatron.observe.status import EngineStatus
 from areal_megatron.programs.audit import audit
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 from areal_megatron.run.network import check_network
 from tests.e2e.test_run import small
 from tests.support.cluster import ENDED, Cluster
@@ -95,11 +95,11 @@ def eventually(condition, timeout_s: float, problem=lambda: ""):
     return value
 
 
-def trained(run: Run) -> int:
+def trained(run: RunFolder) -> int:
     return sum(line["kind"] == "update" for line in read_metrics(run)) if run.metrics.exists() else 0
 
 
-def engines(run: Run) -> list[EngineStatus]:
+def engines(run: RunFolder) -> list[EngineStatus]:
     return read_status(run).engines
 
 
@@ -119,7 +119,7 @@ def test_a_job_is_killed_in_part_and_preempted_and_ends_by_itself(
 ):
     """A trainer rank dies, if `killed`: the run restarts. A more important job comes: this one saves, is queued and
     resumes."""
-    run, updates, nodes = Run(tmp_path / "run"), 40, 4 if killed else 3
+    run, updates, nodes = RunFolder(tmp_path / "run"), 40, 4 if killed else 3
     changes = {"rollout.max_staleness": 2, "reward.function": "tests.support.rewards:brief", "eval.share": 1}
     arguments = tiny(world, tmp_path, updates=updates, **changes, **{"rollout.engines": nodes - 2})
     job = submit("--restarts", "1", *arguments, options=[f"--nodes={nodes}"])
@@ -163,7 +163,7 @@ def test_a_job_is_killed_in_part_and_preempted_and_ends_by_itself(
 @pytest.mark.timeout(600)
 def test_a_job_that_loses_a_node_goes_on_when_that_is_back(cluster, submit, world, tmp_path):
     """First the node of the only engine, then that of the launcher, whose loss only the other nodes notice."""
-    run, updates = Run(tmp_path / "run"), 30
+    run, updates = RunFolder(tmp_path / "run"), 30
     job = submit(*tiny(world, tmp_path, updates=updates, **{"trainer.pp": 1, "rollout.engines": 1, "machine.slots": 1}))
     for lost in ("node1", "node0"):
         begun = trained(run)
@@ -182,7 +182,7 @@ def test_a_job_that_loses_a_node_goes_on_when_that_is_back(cluster, submit, worl
 @pytest.mark.timeout(600)
 def test_a_job_beside_a_start_by_hand_is_refused_and_goes_on_after_it(cluster, submit, local_run, world, tmp_path):
     """As when a job that waits in the queue is forgotten, and the run is continued by hand."""
-    run, arguments = Run(tmp_path / "run"), tiny(world, tmp_path, updates=16, resume="auto")
+    run, arguments = RunFolder(tmp_path / "run"), tiny(world, tmp_path, updates=16, resume="auto")
     by_hand = local_run("run", *arguments, "machine.slots=4", "updates=100000")
     by_hand.wait_for(lambda: trained(run) >= 2)
     job = submit(*arguments)
@@ -199,7 +199,7 @@ def test_a_job_beside_a_start_by_hand_is_refused_and_goes_on_after_it(cluster, s
 @pytest.mark.timeout(3600)
 def test_a_job_that_loses_a_node_ten_times_ends_by_itself(cluster, submit, world, tmp_path):
     """Loses one of the two trainer nodes or the engine's, at random moments."""
-    run, updates = Run(tmp_path / "run"), 80
+    run, updates = RunFolder(tmp_path / "run"), 80
     job = submit(*tiny(world, tmp_path, updates=updates, **{"rollout.engines": 1}))
     for number in range(10):
         begun = trained(run)
@@ -219,7 +219,7 @@ def test_a_job_that_loses_a_node_ten_times_ends_by_itself(cluster, submit, world
 @pytest.mark.timeout(600)
 def test_a_job_that_loses_a_node_of_engines_goes_on_without_it(cluster, submit, world, tmp_path):
     """Then an engine of another job joins. Neither job leaves anything behind."""
-    run = Run(tmp_path / "run")
+    run = RunFolder(tmp_path / "run")
     changes = {"rollout.max_staleness": 2, "trainer.pp": 1}
     job = submit(*tiny(world, tmp_path, updates=100000, **changes), options=["--nodes=3"])
     eventually(lambda: trained(run) >= 2, 300, lambda: cluster.output(job))
@@ -243,7 +243,7 @@ def test_a_job_that_loses_a_node_of_engines_goes_on_without_it(cluster, submit, 
 @pytest.mark.timeout(600)
 def test_a_heterogeneous_job_that_is_cancelled_leaves_nothing(cluster, submit, traces, world, tmp_path):
     """Trainers and engine have nodes of their own; the engine is on two and loses one of its parts."""
-    run = Run(tmp_path / "run")
+    run = RunFolder(tmp_path / "run")
     options = ["--nodes=2", "--time=60", ":", "--nodes=2"]
     changes = {"rollout.tp": 2, "rollout.engines": 1, "rollout.max_staleness": 1}
     job = submit("--restarts", "1", *tiny(world, tmp_path, updates=100000, held_out=1, **changes), options=options)
@@ -322,7 +322,7 @@ def test_a_run_is_submitted_from_a_folder_without_a_checkout(cluster, world, tmp
     shown = cluster.run("scontrol", "show", "job", job)
     log = tmp_path / f"slurm-{job}.out"
     assert cluster.wait(job, timeout_s=400) == "COMPLETED", log.read_text()
-    run = Run(tmp_path / "runs" / "my run")
+    run = RunFolder(tmp_path / "runs" / "my run")
     assert trained(run) == 2 and audit(run) == []
     assert {process.node for process in read_record(run).processes} == {"node0", "node1"}
     for line in ("JobName=my run", "NumNodes=2", "Requeue=1", "TimeLimit=01:00:00", "OverSubscribe=NO"):

@@ -17,7 +17,7 @@ from areal_megatron.command import COMMANDS
 from areal_megatron.config import Config, DataConfig, ModelConfig, config_file
 from areal_megatron.launch.supervision.recorder import Recorder
 from areal_megatron.planning.pools import Placement
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 
 ROOT = Path(__file__).parents[2]
 
@@ -97,7 +97,7 @@ def declared(environment, folder):
 def run(world, tmp_path_factory):
     """A run that was begun and has done nothing yet."""
     folder = tmp_path_factory.mktemp("runs")
-    begun = Run(folder / "run")
+    begun = RunFolder(folder / "run")
     begun.create()
     model, data = ModelConfig(path=str(world / "model")), DataConfig(train=str(world / "train.jsonl"))
     config_file.save(Config(name="run", runs_dir=str(folder), updates=2, model=model, data=data), begun.config)

@@ -12,7 +12,7 @@ from areal_megatron.checkpoint.peft import WEIGHTS
 from areal_megatron.checkpoint.torch_dist import MODEL_PREFIXES
 from areal_megatron.checkpoint.torch_dist_metadata import stored_tensors
 from areal_megatron.models.weight_files import ADAPTER
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 from tests.support.adapter_oracle import adapted_oracle, write_adapter
 from tests.support.soaking import with_soaked
 from tests.support.tiny_models import load_oracle, save_model
@@ -55,7 +55,7 @@ def folder(tmp_path, models):
 
 
 def write_start(folder, run, model, targets="all-linear", use_rslora=False):
-    Run(folder / run).create()
+    RunFolder(folder / run).create()
     write_adapter(folder / f"{run}-start", folder / model, 4, 10, targets.split(","), use_rslora=use_rslora)
 
 
@@ -82,7 +82,7 @@ def test_memory_is_what_is_planned(folder, on_ranks):
     save_model("qwen3", folder / "wide", **sizes)
     cases = {"bfloat16": ("bfloat16", "none"), "float32": ("float32", "none"), "full": ("bfloat16", "full")}
     for run in cases:
-        Run(folder / run).create()
+        RunFolder(folder / run).create()
     on_ranks("adapter_checks:check_memory", 1, model="wide", cases=cases)
 
 
@@ -107,7 +107,7 @@ def check_files(folder):
 def test_checkpoints_hold_adapters_alone_and_resume_in_any_layout(folder, on_ranks):
     """The optimizer's states of a factor are with it, float32, and nothing is there of the model's own weights."""
     for run in ("straight", "other", "none", *(f"run-{number}" for number in range(4))):
-        Run(folder / run).create()
+        RunFolder(folder / run).create()
     saved = {"tp": 2, "pp": 2}
     on_ranks("adapter_checks:check_straight", 4, family="qwen3", layout=saved)
     held = stored_tensors(folder / "saved", (*MODEL_PREFIXES, "optimizer."))

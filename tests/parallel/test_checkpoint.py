@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 from tests.support.soaking import with_soaked
 from tests.support.tiny_models import save_model
 
@@ -30,7 +30,7 @@ def test_a_run_goes_on_as_if_it_had_never_stopped(tmp_path, on_ranks, case):
     runs = {f"resumed-{number}": layout for number, layout in enumerate(others)}
     save_model(model, folder / model)
     for name in ("straight", *runs):
-        Run(folder / name).create()
+        RunFolder(folder / name).create()
     for world in sorted(set(map(ranks, others)), key=lambda world: world != ranks(saved)):
         resumed = {name: layout for name, layout in runs.items() if ranks(layout) == world}
         on_ranks(
@@ -58,7 +58,7 @@ def test_runs_go_on_with_and_without_transformer_engine(tmp_path, on_ranks, mode
     save_model(model, tmp_path / model)
     for saved in ("local", "engine", "old"):
         for run in (f"saved-{saved}", f"resumed-local-{saved}", f"resumed-engine-{saved}"):
-            Run(tmp_path / run).create()
+            RunFolder(tmp_path / run).create()
     on_ranks("checkpoint_checks:check_layers", 2, model=model, layout=layout, critic=critic)
 
 
@@ -75,7 +75,7 @@ def test_runs_go_on_with_and_without_transformer_engine(tmp_path, on_ranks, mode
 def test_optimizer_states_on_the_host_are_the_same_states(tmp_path, on_ranks, dtype, model, layout):
     save_model(model, tmp_path / model)
     for run in ("saved-False", "saved-True", "resumed-False-True", "resumed-True-False", "resumed-True-True"):
-        Run(tmp_path / f"{dtype}-{run}").create()
+        RunFolder(tmp_path / f"{dtype}-{run}").create()
     on_ranks("checkpoint_checks:check_on_host", 2, cases={dtype: [model, layout]})
 
 
@@ -91,7 +91,7 @@ def test_optimizer_states_on_the_host_are_the_same_states(tmp_path, on_ranks, dt
 )
 def test_a_disk_without_room_a_clock_that_jumps_and_exports_of_all_versions(tmp_path, on_ranks, check, run, world):
     save_model("qwen3", tmp_path / "qwen3")
-    run = Run(tmp_path / run)
+    run = RunFolder(tmp_path / run)
     run.create()
     run.begin()
     on_ranks(f"checkpoint_checks:check_{check}", world, model="qwen3")

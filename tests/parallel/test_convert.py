@@ -9,7 +9,7 @@ import transformers
 from safetensors.torch import load_file
 
 from areal_megatron.checkpoint.convert import from_hf, to_hf
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 from tests.support.soaking import with_soaked
 from tests.support.tiny_models import save_model
 
@@ -68,7 +68,7 @@ def folder(tmp_path, models):
     for path in models.iterdir():
         (tmp_path / path.name).symlink_to(path)
     for name in {name for cases in (SAVED, LOADED) for group in cases.values() for name in group}:
-        Run(tmp_path / name).create()
+        RunFolder(tmp_path / name).create()
     return tmp_path
 
 
@@ -107,5 +107,5 @@ def test_converted_checkpoints_have_the_logits_of_transformers(folder, on_ranks,
 @pytest.mark.parametrize("tp", with_soaked((1, 2), (1,)))
 def test_gated_delta_nets_and_gated_heads_are_loaded_by_megatrons_own_layers(folder, on_ranks, tp):
     from_hf(folder / "qwen3_next", folder / "qwen3_next-checkpoint")
-    Run(folder / f"run-{tp}").create()
+    RunFolder(folder / f"run-{tp}").create()
     on_ranks("linear_checks:check_layers", tp, model="qwen3_next", tp=tp)

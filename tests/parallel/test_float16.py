@@ -2,7 +2,7 @@
 
 import pytest
 
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 from tests.support.tiny_models import save_model
 
 CASES = {
@@ -25,13 +25,13 @@ CASES = {
 def test_float16(tmp_path, on_ranks, check, world):
     cases = {f"run-{number}": case for number, case in enumerate(CASES[check][world])}
     for run, (model, _) in cases.items():
-        Run(tmp_path / run).create()
+        RunFolder(tmp_path / run).create()
         if not (tmp_path / model).exists():
             save_model(model, tmp_path / model)
     on_ranks(f"float16_checks:check_{check}", world, cases=cases)
 
 
 def test_a_batch_whose_steps_are_all_skipped_makes_no_version(tmp_path, on_ranks):
-    Run(tmp_path / "run").create()
+    RunFolder(tmp_path / "run").create()
     save_model("qwen3", tmp_path / "qwen3")
     on_ranks("float16_checks:check_version", 1)

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 from tests.support.soaking import with_soaked
 from tests.support.tiny_models import save_model
 
@@ -41,7 +41,7 @@ def test_kernels_change_nothing(tmp_path, on_ranks, case):
     for run, (model, _) in cases.items():
         if not (tmp_path / model).exists():
             save_model(model, tmp_path / model)
-        Run(tmp_path / run).create()
+        RunFolder(tmp_path / run).create()
     [world] = {math.prod(layout.get(size, 1) for size in ("tp", "cp", "pp", "dp")) for _, layout in layouts}
     on_ranks("kernel_checks:check_kernels", world, of=check, names=names, cases=cases)
 

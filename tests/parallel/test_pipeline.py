@@ -2,7 +2,7 @@
 
 import pytest
 
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 from tests.support.tiny_models import save_model
 
 CASES = {
@@ -15,13 +15,13 @@ CASES = {
 @pytest.mark.parametrize("ranks", CASES)
 def test_stages_know_the_shapes_of_their_messages(tmp_path, on_ranks, ranks):
     for run, (model, _) in CASES[ranks].items():
-        Run(tmp_path / run).create()
+        RunFolder(tmp_path / run).create()
         save_model(model, tmp_path / model)
     on_ranks("pipeline_checks:check_messages", ranks, cases=CASES[ranks])
 
 
 def test_an_engine_that_hangs_delays_no_pipeline_step(tmp_path, on_ranks):
-    Run(tmp_path / "run").create()
+    RunFolder(tmp_path / "run").create()
     save_model("qwen3", tmp_path / "qwen3")
     on_ranks("pipeline_checks:check_hanging_engine", 2, layout={"pp": 2})
     print((tmp_path / "rank-0.out").read_text())

@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 from tests.support.tiny_models import save_model
 
 LAYOUTS = {
@@ -24,5 +24,5 @@ def test_every_lesson_is_its_formula(tmp_path, on_ranks, ranks):
             save_model(model, tmp_path / name, **change)
     runs = {f"run-{number}": case for number, case in enumerate(cases)}
     for name in runs:
-        Run(tmp_path / name).create()
+        RunFolder(tmp_path / name).create()
     on_ranks("supervised_checks:check_lessons", ranks, cases=runs)

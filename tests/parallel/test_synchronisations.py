@@ -2,7 +2,7 @@
 
 import pytest
 
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 from tests.support.tiny_models import save_model
 
 
@@ -12,5 +12,5 @@ from tests.support.tiny_models import save_model
 )
 def test_a_micro_batch_waits_for_nothing_but_the_sizes_of_experts(tmp_path, on_ranks, model, ppo):
     save_model(model, tmp_path / model)
-    Run(tmp_path / "run").create()
+    RunFolder(tmp_path / "run").create()
     on_ranks("synchronisation_checks:check_waits", 1, model=model, ppo=ppo)

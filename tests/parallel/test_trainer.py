@@ -8,7 +8,7 @@ import torch
 
 from areal_megatron.config import CorrectionConfig, CriticConfig, OptimizerConfig, PenaltyConfig
 from areal_megatron.ppo.algorithm import ALGORITHMS
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 from areal_megatron.trainer.optimizer import schedule
 from tests.support.soaking import with_soaked
 from tests.support.tiny_models import MODELS, save_model
@@ -135,13 +135,13 @@ def folder(tmp_path, models):
     """The folder that ranks work in, with the models and a run folder."""
     for name, path in models.items():
         (tmp_path / name).symlink_to(path)
-    Run(tmp_path / "run").create()
+    RunFolder(tmp_path / "run").create()
     return tmp_path
 
 
 def create_runs(folder, names):
     for name in names:
-        Run(folder / name).create()
+        RunFolder(folder / name).create()
 
 
 def numbered(folder, cases):
@@ -312,7 +312,7 @@ def test_the_rate_is_scaled_to_what_is_in_flight_on_all_ranks_alike(folder, on_r
 
 
 def test_a_trainer_that_was_replaced_writes_no_ledger(folder, on_ranks):
-    run = Run(folder / "begun")
+    run = RunFolder(folder / "begun")
     run.create()
     run.begin()
     on_ranks("check_replaced", 1)

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import mean, stdev
 
 from areal_megatron.observe.metrics import read_metrics
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 
 FILE = Path(__file__).parents[1] / "e2e" / "bands.json"
 PARTS = 8
@@ -20,7 +20,7 @@ DEVIATIONS, LEAST = 4, 0.05
 
 
 def curve(folder: Path) -> list[float]:
-    accuracies = [line["accuracy"] for line in read_metrics(Run(folder)) if line["kind"] == "update"]
+    accuracies = [line["accuracy"] for line in read_metrics(RunFolder(folder)) if line["kind"] == "update"]
     edges = [round(part * len(accuracies) / PARTS) for part in range(PARTS + 1)]
     return [mean(accuracies[begin:end]) for begin, end in pairwise(edges)]
 

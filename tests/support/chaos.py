@@ -34,7 +34,7 @@ from areal_megatron.launch.supervision.start import POOLS
 from areal_megatron.observe.metrics import read_metrics
 from areal_megatron.process.shown import speak_utf8
 from areal_megatron.programs.audit import audit
-from areal_megatron.run.folder import CONTROLLER, Run, RunError, is_engine
+from areal_megatron.run.folder import CONTROLLER, RunError, RunFolder, is_engine
 from tests.support import chaos_world
 from tests.support.chaos_world import INTERFACE, World
 
@@ -67,7 +67,7 @@ class Victim:
     """A run, and what can be done to it; `command` starts or resumes it."""
 
     def __init__(self, world: World, command: list[str], service: list[str]):
-        self.run, self.world, self.command, self._service_command = Run(world.folder), world, command, service
+        self.run, self.world, self.command, self._service_command = RunFolder(world.folder), world, command, service
         self._service: subprocess.Popen | None = None
         self._launcher: subprocess.Popen | None = None
         self._adding: subprocess.Popen | None = None

@@ -16,7 +16,7 @@ from areal_megatron.config import Config, DataConfig, MachineConfig, ModelConfig
 from areal_megatron.config.config_file import save
 from areal_megatron.engine.client import EngineClient, EngineError
 from areal_megatron.process.lifeline import DESCRIPTOR
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 
 START_TIMEOUT_S = 240
 _HELD, _END = os.pipe()
@@ -35,7 +35,7 @@ def make_run(folder, world, *, rollout=None, **keys):
     )
     settings = {"group_size": 4, "max_new_tokens": 24, "max_running": 16, "temperature": 0.7}
     config.rollout = RolloutConfig(**settings | (rollout or {}))
-    run = Run(folder)
+    run = RunFolder(folder)
     run.create()
     save(config, run.config)
     return run, config

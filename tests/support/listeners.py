@@ -113,9 +113,9 @@ async def agents(folder, told):
 async def page(folder, told):
     from areal_megatron.launch.page.server import Page
     from areal_megatron.launch.page.watched import Watched
-    from areal_megatron.run.folder import Run
+    from areal_megatron.run.folder import RunFolder
 
-    page = Page(Watched(Run(folder / "run")), SECRET)
+    page = Page(Watched(RunFolder(folder / "run")), SECRET)
     await page.server.start(socket.create_server(("127.0.0.1", 0), backlog=network.backlog()))
     print(f"http://127.0.0.1:{page.server.port}/api/overview", SECRET, flush=True)
     await told.wait()

@@ -33,7 +33,7 @@ from areal_megatron.observe.timeline import Timeline
 from areal_megatron.planning.pools import Node, Placement, Process, Slot
 from areal_megatron.process.files import read_replaced
 from areal_megatron.programs import audit, trajectories
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 from tests.unit.launch.test_page import update
 from tests.unit.launch.test_report import evaluation
 from tests.unit.programs.test_audit import Past
@@ -124,20 +124,20 @@ def without_waits(monkeypatch):
         monkeypatch.setattr(patient, "__defaults__", (0.0,))
 
 
-def page(run: Run) -> int:
+def page(run: RunFolder) -> int:
     watched = Watched(run)
     watched.refresh()
     json.dumps([watched.overview(), json.loads(watched.curves() or b"{}")], allow_nan=False)
     return 0
 
 
-def answers(run: Run) -> int:
+def answers(run: RunFolder) -> int:
     """What the page shows of trajectories."""
     Browser(run).page(config_file.load(run.config), None, 0, "")
     return 0
 
 
-def spans(run: Run) -> int:
+def spans(run: RunFolder) -> int:
     """What the report makes of timelines."""
     merge(run)
     return 0
@@ -146,7 +146,7 @@ def spans(run: Run) -> int:
 copies = count()
 
 
-def resume(run: Run) -> int:
+def resume(run: RunFolder) -> int:
     """Begins a copy of the run again, as a launcher and its controller do."""
     copy = run.folder.with_name(f"copy-{next(copies)}")
     shutil.copytree(run.folder, copy)
@@ -165,10 +165,10 @@ def resume(run: Run) -> int:
     return 0
 
 
-def told(tool: Callable[[Run], int]) -> Callable[[Run], int]:
+def told(tool: Callable[[RunFolder], int]) -> Callable[[RunFolder], int]:
     """The tool, with one line for an error as in its program."""
 
-    def run_it(run: Run) -> int:
+    def run_it(run: RunFolder) -> int:
         try:
             return tool(run)
         except ConfigError as e:
@@ -183,7 +183,7 @@ def of_command_line(main: Callable[[], int], *words: str) -> int:
     return main()
 
 
-TOOLS: dict[str, Callable[[Run], int]] = {
+TOOLS: dict[str, Callable[[RunFolder], int]] = {
     "status": lambda run: status.main([str(run.folder)]),
     "audit": lambda run: of_command_line(audit.main, str(run.folder)),
     "page": page,
@@ -240,7 +240,7 @@ def seal(state: Path) -> None:
     path.write_text(json.dumps(sealed))
 
 
-def check(run: Run, tool: str, name: str, damaged: bytes, capsys: pytest.CaptureFixture) -> str:
+def check(run: RunFolder, tool: str, name: str, damaged: bytes, capsys: pytest.CaptureFixture) -> str:
     """Has a tool read a damaged record. Returns what it says."""
     shown = f"{tool} {name}: {damaged[:300]}"
     try:
@@ -256,7 +256,7 @@ def check(run: Run, tool: str, name: str, damaged: bytes, capsys: pytest.Capture
     return said
 
 
-def check_all(run: Run, name: str, tried: Iterator[bytes], capsys: pytest.CaptureFixture) -> None:
+def check_all(run: RunFolder, name: str, tried: Iterator[bytes], capsys: pytest.CaptureFixture) -> None:
     """Has every reader of a record read it damaged."""
     path = run.folder / name
     whole, sealed = path.read_bytes(), (run.folder / SEAL).read_bytes()
@@ -294,7 +294,7 @@ def test_every_damage_of_a_record_is_said_in_one_line(run, name, capsys):
 
 def test_what_is_said_of_a_damaged_incarnation_brings_its_work_back(run, tmp_path, capsys):
     """Its record gone alone, the checkpoints that it wrote would not count."""
-    copy = Run(shutil.copytree(run.folder, tmp_path / "run"))
+    copy = RunFolder(shutil.copytree(run.folder, tmp_path / "run"))
     (copy.incarnations / "00000.json").write_bytes(b"")
     assert f"rename {copy.incarnations}" in (check(copy, "status", "incarnations/00000.json", b"", capsys))
     copy.incarnations.rename(tmp_path / "aside")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted(path for room in ("areal_megatron", "launch", "tools") for path in (ROOT / room).rglob("*.py"))
@@ -87,7 +87,7 @@ machine: {device: cpu, slots: 1}
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("umlaute")
     (folder / "ß.yaml").write_text(CONFIG, encoding="utf-8")
-    Run(folder / "run").create()
+    RunFolder(folder / "run").create()
     (folder / "run" / "config.yaml").write_text(CONFIG, encoding="utf-8")
     return folder
 

@@ -12,7 +12,7 @@ import pytest
 from areal_megatron.checkpoint.hf_folder import hf_tensors, safetensors_header
 from areal_megatron.models.architecture import architecture, read_config
 from areal_megatron.observe.metrics import read_metrics
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 from tests.conftest import ROOT
 from tests.support.areal import Shell
 from tests.unit.test_shell_lines import FENCE
@@ -110,7 +110,7 @@ def test_the_first_folder_from_nothing_to_the_curve(shell):
     promised = re.search(
         r"accuracy (\d+)% \(version 0\) → (\d+)% \(version 160\)", (TUTORIALS / "laptop.md").read_text()
     )
-    lines = read_metrics(Run(shell.folder / "runs" / "ppo"))
+    lines = read_metrics(RunFolder(shell.folder / "runs" / "ppo"))
     reached = [line["accuracy"] for line in lines if line["kind"] == "eval"]
     assert [reached[0], reached[-1]] == pytest.approx([int(promised[1]) / 100, int(promised[2]) / 100], abs=0.06)
     assert (shell.folder / "runs" / "ppo" / "report.html").exists() and (shell.folder / "evaluation").exists()

@@ -35,7 +35,7 @@ from areal_megatron.config import config_file
 from areal_megatron.observe.metrics import MetricsReader, read_metrics
 from areal_megatron.observe.spans import overlap, read_spans, speeds_with_and_without, union
 from areal_megatron.process.files import new_folder
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 from tools.bench import common
 from tools.bench.common import ROOT, Figure, cell, spread, spreads
 from tools.make_arithmetic import save_model
@@ -166,13 +166,13 @@ def run_to_its_end(folder: Path, settings: list[str]) -> dict[str, float]:
 def watch(run: psutil.Popen, folder: Path) -> dict[str, float]:
     """Returns when the run has ended, with the processor time in ms per completion between warm-up and cool-down, of
     the processes of each of PARTS, of the others and of all. Raises TimeoutError after RUN_TIMEOUT_S."""
-    reader, updates, deadline = MetricsReader(Run(folder)), 0, time.monotonic() + RUN_TIMEOUT_S
+    reader, updates, deadline = MetricsReader(RunFolder(folder)), 0, time.monotonic() + RUN_TIMEOUT_S
     marks: list[tuple[int, dict[str, float]]] = []
     config = None
     while run.poll() is None:
         updates += sum(record["kind"] == "update" for record in reader.new())
         if updates and config is None:
-            config = config_file.load(Run(folder).config)
+            config = config_file.load(RunFolder(folder).config)
         if config and len(marks) < 2 and updates >= (WARM_UP, config.updates - COOL_DOWN)[len(marks)]:
             marks.append((updates, processor_s(run)))
         if time.monotonic() > deadline:
@@ -204,7 +204,7 @@ def per_completion(
 
 def measure(folder: Path) -> dict[str, float]:
     """Returns the figures of the updates between warm-up and cool-down."""
-    run = Run(folder)
+    run = RunFolder(folder)
     updates = [line for line in read_metrics(run) if line["kind"] == "update"]
     begin, measured = updates[WARM_UP - 1]["time"], updates[WARM_UP:-COOL_DOWN]
     end = measured[-1]["time"]
@@ -283,7 +283,7 @@ def _cell(figure: Figure) -> str:
     return cell(figure, digits=0 if figure["median"] >= 100 else 2)
 
 
-def cost_of_updates(run: Run) -> dict[str, float]:
+def cost_of_updates(run: RunFolder) -> dict[str, float]:
     """Returns the figures of the updates after the first five of a run with UPDATE."""
     spans = [span for span in read_spans(run) if span.process == "trainer-0"]
     steps = [span for span in spans if span.name == "train"][5 * MINIBATCHES :]
@@ -306,7 +306,7 @@ def measure_updates(out: Path, repetitions: int) -> dict[str, Figure]:
     runs = [out / f"update-{repetition}" for repetition in range(1, repetitions + 1)]
     for run in runs:
         run_to_its_end(run, UPDATE)
-    return spreads([cost_of_updates(Run(run)) for run in runs])
+    return spreads([cost_of_updates(RunFolder(run)) for run in runs])
 
 
 def compare(out: Path, repetitions: int, short: bool) -> dict[str, object]:

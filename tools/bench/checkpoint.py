@@ -28,7 +28,7 @@ from areal_megatron.config import Config, DataConfig, MachineConfig, ModelConfig
 from areal_megatron.data.examples import Sample
 from areal_megatron.launch.supervision.orders import ON_CPU
 from areal_megatron.process.files import new_folder
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 from areal_megatron.trainer import checkpoint, checkpoint_tensors
 from areal_megatron.trainer.cpu import cpu_passes_for_cuda
 from areal_megatron.trainer.trainer import Trainer
@@ -62,7 +62,7 @@ def measure(folder: Path, repetitions: int) -> tuple[Edges, list[float], list[fl
         machine=MachineConfig(device="cpu"),
         trainer=TrainerConfig(microbatch_tokens=SEQUENCES * TOKENS),
     )
-    run = Run(folder / "run")
+    run = RunFolder(folder / "run")
     run.create()
     edges: Edges = {kind: [] for kind in KINDS}
     stalls, of_megatron = [], []

@@ -45,7 +45,7 @@ from areal_megatron.observe.metrics import read_status
 from areal_megatron.observe.status import Status
 from areal_megatron.process.files import new_folder, write_json
 from areal_megatron.protocol import ControllerClient, Delivered, Hello, NextBatch, NotYet, Publish, Trained
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 from areal_megatron.workflows.episode import Episode
 from tools.bench import common
 from tools.bench.common import ROOT
@@ -91,7 +91,7 @@ async def agent(episode: Episode) -> float:
     return 1.0
 
 
-def make_run(folder: Path, asked: Load) -> Run:
+def make_run(folder: Path, asked: Load) -> RunFolder:
     subprocess.run([sys.executable, ROOT / "tools" / "make_arithmetic.py", folder / "world"], check=True, timeout=300)
     world = folder / "world"
     model = msgspec.json.decode((world / "model" / "config.json").read_bytes())
@@ -117,13 +117,13 @@ def make_run(folder: Path, asked: Load) -> Run:
     )
     if asked.agent_s:
         config.rollout.workflow, config.rollout.turns = "tools.bench.controller:agent", 2
-    run = Run(folder / "run")
+    run = RunFolder(folder / "run")
     run.create()
     save(config, run.config)
     return run
 
 
-def train(run: Run, over: Callable[[], bool]) -> None:
+def train(run: RunFolder, over: Callable[[], bool]) -> None:
     """Takes batches as fast as they come and reports every version as delivered at once."""
     with ControllerClient(run.endpoint("controller", 60), run.keys, "trainer-0", 120) as client:
         client.request(Hello(0))
@@ -154,7 +154,7 @@ def control(folder: Path) -> None:
     """Runs the real controller with a task beside it that measures lateness; the main function of its process."""
     from areal_megatron.controller.controller import Controller
 
-    run = Run(folder / "run")
+    run = RunFolder(folder / "run")
 
     async def live() -> None:
         config = load(run.config)

@@ -37,7 +37,7 @@ from areal_megatron.planning.forecast.lengths import AnswerLengths
 from areal_megatron.planning.forecast.simulator import Circumstances, Simulator
 from areal_megatron.planning.forecast.times import times_of
 from areal_megatron.process.files import new_folder, write_json
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 from tools.bench import common
 from tools.bench.asynchrony import (
     COOL_DOWN,
@@ -123,7 +123,7 @@ def calibrate(out: Path, repetition: int) -> Accelerator:
     for name, (workload, own) in CALIBRATING.items():
         folder = out / f"calibrating-{name}-{repetition}"
         run_to_its_end(folder, settings_of(out, workload, [*own, "rollout.dump=true"]))
-        runs.append(FinishedRun.of(Run(folder)))
+        runs.append(FinishedRun.of(RunFolder(folder)))
         print(f"calibrating run {name} is done", flush=True)
     gpu = calibrated(runs, CORE)
     write_json(out / f"calibration-{repetition}.json", contents(gpu))
@@ -164,7 +164,7 @@ def compare(options: argparse.Namespace) -> None:
             folder = out / f"{name}-{repetition}"
             run_to_its_end(folder, settings_of(out, workload, settings))
             report[name].measured.append(measure(folder)["tokens_per_s"])
-            config = config_file.load(Run(folder).config)
+            config = config_file.load(RunFolder(folder).config)
             report[name].foretold.append(foretold(config, gpu, InOrder(texts[workload])))
             print(report[name].line(name), flush=True)
         common.keep(options.json, {name: asdict(row) for name, row in report.items()})

@@ -49,7 +49,7 @@ from areal_megatron.model_check import check_model
 from areal_megatron.packing.partition import split
 from areal_megatron.planning.pools import Process, Slot
 from areal_megatron.process.files import new_folder
-from areal_megatron.run.folder import Run, RunError, engine_name
+from areal_megatron.run.folder import RunError, RunFolder, engine_name
 from areal_megatron.workflows import single_turn
 from areal_megatron.workflows.sampling import Sampling, sampling_seed
 from tools.bench import common
@@ -90,7 +90,7 @@ class Variant:
     """One dtype of the model and of its logits, and where it is measured."""
 
     config: Config
-    run: Run
+    run: RunFolder
     prompts: Sequence[Prompt]
     stop_tokens: list[int]
     answers: int
@@ -182,7 +182,7 @@ class Variant:
         return np.load(self.run.folder / f"{by}.npy")
 
 
-def of_trainer(config: Config, run: Run, part: BatchPart) -> torch.Tensor:
+def of_trainer(config: Config, run: RunFolder, part: BatchPart) -> torch.Tensor:
     from areal_megatron.trainer.trainer import Trainer
 
     with Trainer(config, run, rank=0) as trainer:
@@ -190,7 +190,7 @@ def of_trainer(config: Config, run: Run, part: BatchPart) -> torch.Tensor:
 
 
 @torch.no_grad()
-def of_transformers(config: Config, _: Run, part: BatchPart) -> torch.Tensor:
+def of_transformers(config: Config, _: RunFolder, part: BatchPart) -> torch.Tensor:
     """The weights are those of model.dtype, and everything is computed in float32."""
     from transformers import AutoModelForCausalLM
 
@@ -210,7 +210,7 @@ def of_transformers(config: Config, _: Run, part: BatchPart) -> torch.Tensor:
 
 def compute(by: str, folder: str) -> None:
     """Writes the log-probabilities of a run folder's answers, by `trainer` or by `transformers`."""
-    run = Run(folder)
+    run = RunFolder(folder)
     part = decoder(BatchPart).decode((run.folder / BATCH).read_bytes())
     of = {"trainer": of_trainer, "transformers": of_transformers}[by]
     np.save(run.folder / f"{by}.npy", of(config_file.load(run.config), run, part).cpu().numpy())
@@ -253,7 +253,7 @@ def variants(options: argparse.Namespace) -> list[Variant]:
         prompts = read_prompts(config, "eval", tokenizer)[: options.prompts]
         config.data.max_prompt_tokens = max(len(prompt.tokens) for prompt in prompts)
         check_model(config)
-        found.append(Variant(config, Run(config.run_dir), prompts, tokenizer.stop_tokens, options.answers))
+        found.append(Variant(config, RunFolder(config.run_dir), prompts, tokenizer.stop_tokens, options.answers))
     return found
 
 

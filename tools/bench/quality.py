@@ -31,7 +31,7 @@ from areal_megatron.config import config_file
 from areal_megatron.observe.metrics import read_metrics
 from areal_megatron.observe.spans import read_spans
 from areal_megatron.process.files import new_folder
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 from tools.bench import common
 from tools.bench.common import ROOT, spread
 from tools.make_arithmetic import HASTY_RATE, SLIP_RATE, save_model
@@ -170,7 +170,7 @@ def run_ours(folder: Path, base: Path, task: Task, lr: str, seed: int, eta: int)
         "reward.function": "tools.bench.quality_trl:right",
     }
     run([*command, *(f"{key}={value}" for key, value in keys.items())], folder.with_suffix(".log"), threads=1)
-    finished = Run(folder)
+    finished = RunFolder(folder)
     began = min(span.start for span in read_spans(finished) if span.name == "generate")
     updates = [line for line in read_metrics(finished) if line["kind"] == "update"]
     return [(line["time"] - began, line["accuracy"]) for line in updates]

@@ -35,7 +35,7 @@ from areal_megatron.process.files import new_folder
 from areal_megatron.reshard import engine_layout
 from areal_megatron.reshard.engine_layout import EngineSizes
 from areal_megatron.reshard.session import init_body
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 from tools.bench import common
 from tools.bench.common import line, spreads
 from tools.bench.reshard_pools import SIZES, SMALL, Engine, Generation, Trainers, pools, prepare
@@ -100,7 +100,7 @@ class Update:
 class Bench:
     """One trainer pool and its engines; each method is one thing to measure."""
 
-    def __init__(self, run: Run, config: Config, trainers: Trainers, engines: list[Engine]):
+    def __init__(self, run: RunFolder, config: Config, trainers: Trainers, engines: list[Engine]):
         self._run, self._config, self._trainers, self.engines = run, config, trainers, engines
         self.hf_config = read_config(config.model.path)
         self._version = 0

@@ -46,7 +46,7 @@ from areal_megatron.reshard.publish import Publisher, Received
 from areal_megatron.reshard.session import LinkInfo, LinkRef
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 from areal_megatron.reshard.transport import Link, Message
-from areal_megatron.run.folder import Run, from_command_line
+from areal_megatron.run.folder import RunFolder, from_command_line
 
 BUCKET_BYTES = 2**30
 """The size of a bucket of gather and broadcast, as in slime and verl."""
@@ -190,7 +190,7 @@ class TrainerRank:
     `say` sends an answer or an event to reshard.py; it may be called on any thread.
     """
 
-    def __init__(self, run: Run, rank: int, say: Callable[..., None]):
+    def __init__(self, run: RunFolder, rank: int, say: Callable[..., None]):
         from areal_megatron.trainer.model import build_model, parallel_sizes
         from areal_megatron.trainer.parallel import STORE, initialise
 

@@ -33,7 +33,7 @@ from areal_megatron.engine.client import EngineClient, EngineError
 from areal_megatron.engine.server import reserve_port, server_command, server_environment
 from areal_megatron.launch.supervision.orders import ON_CPU
 from areal_megatron.launch.supervision.processes import Children
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SIZES = {
@@ -62,7 +62,7 @@ ENVIRONMENT = os.environ | ON_CPU | {"GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PAR
 
 def prepare(
     out: Path, sizes: dict[str, int], core_each: bool, staging: str, device: str = "cpu", lora: int = 0
-) -> tuple[Run, Config]:
+) -> tuple[RunFolder, Config]:
     """Writes a model and a run folder; `core_each`: for one trainer rank and one engine rank; `lora`: lora.rank."""
     from torch import bfloat16, manual_seed
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -93,7 +93,7 @@ def prepare(
         ),
         reshard=ReshardConfig(staging=staging, update="full"),
     )
-    run = Run(config.run_dir)
+    run = RunFolder(config.run_dir)
     run.create()
     save(config, run.config)
     return run, config
@@ -102,7 +102,7 @@ def prepare(
 class Trainers:
     """The trainer ranks, all of which get the same orders. A context manager that starts and ends them."""
 
-    def __init__(self, run: Run, count: int, timeout_s: float, cores: list[int]):
+    def __init__(self, run: RunFolder, count: int, timeout_s: float, cores: list[int]):
         self._run, self._timeout_s, self.cores = run, timeout_s, cores
         self._processes: list[asyncio.subprocess.Process] = []
         self._readers: list[asyncio.Task] = []
@@ -184,7 +184,7 @@ class Engine(EngineClient):
 
     def __init__(
         self,
-        run: Run,
+        run: RunFolder,
         config: Config,
         index: int,
         children: Children,
@@ -240,7 +240,7 @@ class Engine(EngineClient):
 
 
 @asynccontextmanager
-async def pools(run: Run, config: Config) -> AsyncIterator[tuple[Trainers, list[Engine]]]:
+async def pools(run: RunFolder, config: Config) -> AsyncIterator[tuple[Trainers, list[Engine]]]:
     """Starts trainer ranks and engines, waits until they are ready, and ends them. One of each share no core."""
     cores = sorted(os.sched_getaffinity(0))
     apart = config.trainer_ranks + config.rollout.engines * config.rollout.tp == 2

@@ -31,7 +31,7 @@ from typing import Any
 from areal_megatron.config import ConfigError, config_file
 from areal_megatron.observe.metrics import read_metrics
 from areal_megatron.process.files import write_atomically, write_json
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 from tools.bench import staleness_table
 from tools.bench.common import ROOT, end_when_told
 from tools.bench.staleness_table import ARMS, SEEDS, Arm, Results
@@ -207,7 +207,7 @@ def measure(folder: Path) -> dict[str, Any]:
 
     Raises RunFailed if updates or evaluations are missing.
     """
-    run = Run(folder)
+    run = RunFolder(folder)
     config, lines = config_file.load(run.config), read_metrics(run)
     updates = [line for line in lines if line["kind"] == "update"]
     evaluations = sorted((line for line in lines if line["kind"] == "eval"), key=lambda line: line["version"])

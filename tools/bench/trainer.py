@@ -53,7 +53,7 @@ from areal_megatron.data.trajectory import BatchPart, Trajectory
 from areal_megatron.models.flops import SequenceFlops
 from areal_megatron.packing.partition import split
 from areal_megatron.planning.memory.trainer import trainer_memory
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 from areal_megatron.trainer.trainer import Trainer
 from tools.bench import common
 from tools.bench.common import cell, positive, spread
@@ -221,7 +221,7 @@ def measure(
     part, shared = batches(lengths, draw, hf["vocab_size"], config, hf, options.seed)
     passes = [len(minibatch) for minibatch in part.minibatches]
     tokens = sum(t.length for t in part.trajectories)
-    run, device = Run(folder), torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    run, device = RunFolder(folder), torch.device("cuda" if torch.cuda.is_available() else "cpu")
     run.create()
     gc.collect()
     if device.type == "cpu":
@@ -239,7 +239,7 @@ def measure(
         with synchronisations(kept_on_host(trainer)) as seen:
             trainer.train_batch(part)
     if options.lora:
-        adapted, own = Run(folder / "adapters"), replace(config, lora=LoraConfig(rank=options.lora))
+        adapted, own = RunFolder(folder / "adapters"), replace(config, lora=LoraConfig(rank=options.lora))
         adapted.create()
         with Trainer(own, adapted, 0) as trainer:
             took = [timed(partial(trainer.train_batch, part), device) for _ in range(options.repetitions + 1)][1:]

@@ -26,7 +26,7 @@ from areal_megatron.config import (
 )
 from areal_megatron.config import TrainerConfig as Layout
 from areal_megatron.packing.partition import split
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 from areal_megatron.trainer.trainer import Trainer
 from tests.support.comparison import pieces
 from tests.support.plain_results import plain_results, sft_examples, training_data
@@ -43,7 +43,7 @@ def compare(options: Options, model: str, layout: dict[str, int]) -> Iterator[Fi
     if not folder.exists():
         save_model(model, folder)
     run = options.folder / f"run-{model}-{'-'.join(layout)}"
-    Run(run).create()
+    RunFolder(run).create()
     results = on_ranks(train, 2, str(folder), str(run), layout, options.device, folder=run / "ranks")
     name = f"{model}, {' '.join(f'{key} {value}' for key, value in layout.items())}: largest difference"
     worst = max(result["worst"] for result in results)
@@ -70,7 +70,7 @@ def train(rank: int, model: str, run: str, layout: dict[str, int], device: str) 
         rollout=RolloutConfig(group_size=4, temperature=0.7, max_new_tokens=100),
     )
     synchronised = []
-    with Trainer(config, Run(run), rank) as trainer:
+    with Trainer(config, RunFolder(run), rank) as trainer:
         expected = plain_results(trainer)
         for version in range(len(expected["metrics"])):
             trajectories, _ = training_data(version)

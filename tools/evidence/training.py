@@ -28,7 +28,7 @@ from areal_megatron.models.architecture import architecture
 from areal_megatron.models.flops import SequenceFlops
 from areal_megatron.planning.memory import plan_memory
 from areal_megatron.planning.memory.trainer import trainer_memory
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 from areal_megatron.trainer import hardware
 from areal_megatron.trainer.parallel import leave
 from areal_megatron.trainer.trainer import Trainer
@@ -69,7 +69,7 @@ def measure(options: Options, case: Case) -> Iterator[Finding]:
     lengths = np.array([trajectory.length for trajectory in part.trajectories])
     trained = np.array([len(trajectory.response) for trajectory in part.trajectories])
     forward = SequenceFlops.of(hf)(lengths, trained).sum()
-    run = Run(folder / "run")
+    run = RunFolder(folder / "run")
     run.create()
     device = torch.device(options.device)
     before = peak(device, reset=True)

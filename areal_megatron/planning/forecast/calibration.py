@@ -27,7 +27,7 @@ from areal_megatron.observe.spans import Span, read_spans, union
 from areal_megatron.planning.forecast.accelerators import Accelerator, Efficiencies
 from areal_megatron.planning.forecast.engine_time import EngineTime
 from areal_megatron.planning.forecast.trainer_time import TrainerTime
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 
 SETTLING = 0.2
 """The share of a run at its beginning that is left out: memory is allocated, and caches are filled."""
@@ -61,7 +61,7 @@ class FinishedRun:
     """Prompt, and tokens of all its answers → the lengths of these, of the groups that were trained."""
 
     @classmethod
-    def of(cls, run: Run) -> FinishedRun:
+    def of(cls, run: RunFolder) -> FinishedRun:
         """Reads the run. Raises ConfigError if it did not keep its trajectories, was resumed or is too short."""
         config = config_file.load(run.config)
         if config.mode != "rl" or not config.rollout.dump:

@@ -29,7 +29,7 @@ from areal_megatron.packing.partition import split
 from areal_megatron.rank import checkpoints as checkpoints_module
 from areal_megatron.rank.checkpoints import Checkpoints, Export
 from areal_megatron.rank.weights import save_hf
-from areal_megatron.run.folder import Replaced, Run, RunError
+from areal_megatron.run.folder import Replaced, RunError, RunFolder
 from areal_megatron.train import train
 from areal_megatron.trainer import checkpoint, checkpoint_tensors
 from areal_megatron.trainer.cpu import cpu_passes_for_cuda
@@ -243,7 +243,7 @@ def same_metrics(found: list[dict[str, float]], expected: list[dict[str, float]]
 class Port:
     """Does what the controller does for checkpoints: writes a part of its own and takes note of how they went."""
 
-    def __init__(self, run: Run, is_first: bool):
+    def __init__(self, run: RunFolder, is_first: bool):
         self._run, self._is_first = run, is_first
         self.refuses = False
         self.said: list[tuple[int, str]] = []
@@ -278,7 +278,7 @@ def check_full_disk(folder: Path, rank: int, model: str) -> None:
     config = make_config(folder, model, {"dp": 2})
     config.checkpoint = CheckpointConfig(every=1, keep=2)
     with open_trainer(folder, rank, config, "full") as subject:
-        run = Run(folder / "full")
+        run = RunFolder(folder / "full")
         port = Port(run, rank == 0)
         checkpoints = Checkpoints(config, run, subject, port)
         assert checkpoints.resume() == (0, 0)
@@ -322,7 +322,7 @@ def check_exports(folder: Path, rank: int, model: str) -> None:
     config.checkpoint = CheckpointConfig(every=2, hf_every=1)
     all_may_wait = patch.object(checkpoints_module, "_MOST_PENDING", 6)
     with all_may_wait, open_trainer(folder, rank, config, "exports") as subject:
-        run = Run(folder / "exports")
+        run = RunFolder(folder / "exports")
         checkpoints = Checkpoints(config, run, subject, Port(run, rank == 0))
         assert checkpoints.resume() == (0, 0)
         for version in range(1, 7):
@@ -363,7 +363,7 @@ def check_slow_exports(folder: Path, rank: int, model: str) -> None:
     held = patch.object(checkpoints_module, "Export", HeldExport)
     listening = patch.object(checkpoints_module.log, "warning", lambda message, *of: told.append(message % of))
     with held, listening, open_trainer(folder, rank, config, "slow") as subject:
-        run = Run(folder / "slow", 0)
+        run = RunFolder(folder / "slow", 0)
         checkpoints = Checkpoints(config, run, subject, Port(run, rank == 0))
         assert checkpoints.resume() == (0, 0)
 
@@ -385,7 +385,7 @@ def check_slow_exports(folder: Path, rank: int, model: str) -> None:
         assert saved(6, 9) == ["version-000006", "version-000007"]
         if rank == 0:
             assert [message[:26] for message in told] == [f"version {n} is not exported," for n in (3, 8)]
-            Run(run.folder).begin()
+            RunFolder(run.folder).begin()
             go_on.set()
             for export in checkpoints._exports:
                 export.join(60)
@@ -399,7 +399,7 @@ def check_no_room_for_the_model(folder: Path, rank: int, model: str) -> None:
     config = make_config(folder, model, {})
     config.checkpoint = CheckpointConfig(every=1, keep=2)
     with open_trainer(folder, rank, config, "room") as subject:
-        run = Run(folder / "room")
+        run = RunFolder(folder / "room")
         checkpoints = Checkpoints(config, run, subject, Port(run, True))
         (run.folder / ".hf.partial").write_bytes(b"")  # nothing can be written into a file
         with pytest.raises(RunError, match=r"the trained model could not be written: .*; make room, and resume=auto"):
@@ -446,7 +446,7 @@ def check_clock(folder: Path, rank: int, model: str) -> None:
     config.checkpoint = CheckpointConfig(every=1, keep=2)
     chance = random.Random(1)
     with open_trainer(folder, rank, config, "clock") as subject:
-        run = Run(folder / "clock", 0)
+        run = RunFolder(folder / "clock", 0)
         checkpoints = Checkpoints(config, run, subject, Port(run, True))
         checkpoints.resume()
         for version in range(1, 9):
@@ -460,7 +460,7 @@ def check_clock(folder: Path, rank: int, model: str) -> None:
             moment = time.time() + chance.uniform(-3600, 3600)
             for path in (*newest.folder.iterdir(), newest.folder):
                 os.utime(path, (moment, moment))
-        again = Run(run.folder)
+        again = RunFolder(run.folder)
         again.begin(version=8, batches=8, checkpoint=str(newest.folder), after=0)
         with pytest.raises(Replaced):
             checkpoints.after_update(9, 9, last=False)

@@ -20,7 +20,7 @@ from areal_megatron.checkpoint import hf
 from areal_megatron.models.architecture import read_config
 from areal_megatron.reshard import trainer_layout
 from areal_megatron.reshard.trainer_layout import MegatronSizes
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 from areal_megatron.trainer.layers import RMSNorm, _attention
 from areal_megatron.trainer.parallel import initialise
 from tests.support.ranks.trainer_checks import make_config
@@ -33,7 +33,7 @@ def check_layers(folder: Path, rank: int, model: str, tp: int) -> None:
     """Has megatron-core load its own layers from the checkpoint that `from_hf` made of a model, compares what they hold
     with the layout of a trainer, and what they compute with transformers."""
     config = make_config(folder, model, {"tp": tp})
-    initialise(config, Run(folder / f"run-{tp}"), rank)
+    initialise(config, RunFolder(folder / f"run-{tp}"), rank)
     described, oracle = transformers.AutoConfig.from_pretrained(folder / model), load_oracle(folder / model).model
     sizes = MegatronSizes.of(config.trainer)
     layout = trainer_layout.layout(read_config(folder / model), sizes, rank)

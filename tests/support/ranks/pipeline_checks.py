@@ -27,7 +27,7 @@ from areal_megatron.reshard.plan import Planner
 from areal_megatron.reshard.publish import OnDelivered, Publisher, TrainerRank
 from areal_megatron.reshard.session import LinkRef
 from areal_megatron.reshard.trainer_layout import MegatronSizes
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 from areal_megatron.trainer.batch import pack_trajectories
 from areal_megatron.trainer.parallel import STORE
 from areal_megatron.trainer.token_sums import TokenSums
@@ -150,7 +150,7 @@ def start_engine(subject: Trainer, folder: Path) -> subprocess.Popen:
         "sizes": asdict(MegatronSizes.of(subject.config.trainer)),
         "engine_tp": 1,
         "dtype": subject.config.model.dtype,
-        "store": Run(folder / "run").endpoint(STORE, 10),
+        "store": RunFolder(folder / "run").endpoint(STORE, 10),
         "timeout_s": HANGS_S,
         "bucket_elements": BUCKET_ELEMENTS,
         "update": subject.config.reshard.update,

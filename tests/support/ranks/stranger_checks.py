@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 from areal_megatron.trainer.parallel import STORE, initialise, leave
 from tests.support.ranks.trainer_checks import make_config
 
@@ -30,9 +30,9 @@ class Hostile:
 
 def check_objects(folder: Path, rank: int) -> None:
     """Rank 1 is a stranger, who knows the address of the store and sends objects that run code where they are read."""
-    run = Run(folder / "run")
+    run = RunFolder(folder / "run")
     if rank == STRANGER:
-        own = Run(folder / "stranger")
+        own = RunFolder(folder / "stranger")
         own.create()
         own.announce(STORE, run.endpoint(STORE, 60))
         run = own

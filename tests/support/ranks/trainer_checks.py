@@ -32,7 +32,7 @@ from areal_megatron.packing import row
 from areal_megatron.packing.partition import partition, split
 from areal_megatron.ppo.algorithm import ALGORITHMS, token_weights
 from areal_megatron.reshard.trainer_layout import is_head
-from areal_megatron.run.folder import Replaced, Run, RunError
+from areal_megatron.run.folder import Replaced, RunError, RunFolder
 from areal_megatron.trainer import model as trainer_model
 from areal_megatron.trainer import pipeline, update_size
 from areal_megatron.trainer.batch import pack, pack_trajectories
@@ -91,7 +91,7 @@ def open_trainer(folder: Path, rank: int, config: Config, run: str = "run"):
     """Opens a trainer in the run folder `run`, which the test has made; several ranks need a new folder each time."""
     logits_limit.PER_CORE = 50 * 50  # so that a micro-batch takes several tiles, of tokens and of columns
     row.LEAST_CUT = 8  # so that sequences of 100 tokens are cut for context parallelism
-    with Trainer(config, Run(folder / run), rank) as trainer:
+    with Trainer(config, RunFolder(folder / run), rank) as trainer:
         yield trainer
 
 
@@ -661,13 +661,13 @@ def plain_factor(seen: list, paths: list[float], eta: int, target: float, schedu
 
 def check_replaced(folder: Path, rank: int) -> None:
     """A trainer whose run was started again writes nothing into any ledger."""
-    run = Run(folder / "begun", incarnation=0)
+    run = RunFolder(folder / "begun", incarnation=0)
     with Trainer(make_config(folder, "qwen2", {}), run, rank) as subject:
         train_once(subject)
         subject.settle_ledger()
         before = {path: path.read_text() for path in (run.folder / "ledger").iterdir()}
         assert len(before) == 1
-        Run(run.folder).begin()
+        RunFolder(run.folder).begin()
         with pytest.raises(Replaced, match="was started again"):
             train_once(subject)
         assert {path: path.read_text() for path in (run.folder / "ledger").iterdir()} == before
@@ -694,4 +694,4 @@ def check_missing_peer(folder: Path, rank: int) -> None:
     config = make_config(folder, "qwen3", {"dp": 2})
     config.machine.peer_timeout_s = 3
     with pytest.raises(RunError, match="trainer-0: not all 2 trainer ranks joined within 3 s"):
-        Trainer(config, Run(folder / "run"), rank)
+        Trainer(config, RunFolder(folder / "run"), rank)

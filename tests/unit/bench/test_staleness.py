@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from areal_megatron.config import ConfigError, config_file
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 from tests.conftest import ROOT
 from tools.bench import staleness as sweep
 from tools.bench import staleness_table as table
@@ -201,7 +201,7 @@ def test_a_run_is_measured_over_all_its_answers(tmp_path):
     config = config_file.load(
         ROOT / "configs" / "tiny_cpu.yaml", ["name=cell", "updates=2", "batch_size=64", "rollout.max_staleness=1"]
     )
-    run = Run(tmp_path / "cell")
+    run = RunFolder(tmp_path / "cell")
     run.create()
     config_file.save(config, run.config)
     run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))

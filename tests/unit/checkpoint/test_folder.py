@@ -10,12 +10,12 @@ import pytest
 from areal_megatron.checkpoint import folder as checkpoint_folder
 from areal_megatron.config import CheckpointConfig, ConfigError
 from areal_megatron.launch.supervision import start
-from areal_megatron.run.folder import IncarnationStart, Replaced, Run
+from areal_megatron.run.folder import IncarnationStart, Replaced, RunFolder
 
 
 @pytest.fixture
 def run(tmp_path):
-    run = Run(tmp_path / "run")
+    run = RunFolder(tmp_path / "run")
     run.create()
     run.begin()
     return run
@@ -108,7 +108,7 @@ def test_after_going_back_the_newest_is_the_one_written_last(run):
 
 def resume(run, checkpoint):
     """Begins an incarnation of the run from one of its checkpoints, as launchers do."""
-    resumed = Run(run.folder)
+    resumed = RunFolder(run.folder)
     start.begin(resumed, checkpoint)
     return resumed
 
@@ -130,7 +130,7 @@ def test_the_newest_work_is_chosen_and_kept_though_the_clock_was_set_back(run):
 def test_the_newest_work_is_chosen_in_a_copy_whose_files_are_all_new(run, tmp_path):
     for version in (10, 20, 30):
         save(run, version)
-    copy = Run(tmp_path / "copy")
+    copy = RunFolder(tmp_path / "copy")
     shutil.copytree(run.folder, copy.folder, ignore=shutil.ignore_patterns("version-*"))
     for version in (30, 20, 10):  # the oldest is copied last
         name = f"version-0000{version}"
@@ -146,7 +146,7 @@ def test_whatever_clocks_do_a_run_goes_on_from_its_newest_work(tmp_path, seed):
     `line` is what the run itself would remember: its checkpoints (version, batches) whose work counts, oldest first.
     """
     chance = random.Random(seed)
-    run = Run(tmp_path / "run")
+    run = RunFolder(tmp_path / "run")
     run.create()
     run.begin()
     keep, line, batches, skipped = chance.randint(1, 3), [], 0, 0
@@ -165,7 +165,7 @@ def test_whatever_clocks_do_a_run_goes_on_from_its_newest_work(tmp_path, seed):
         elif action == "damage" and len(line) > 1:
             (run.checkpoints / f"version-{line.pop()[0]:06d}" / "controller.msgpack").write_bytes(b"staTe")
         elif action == "copy":
-            copy = Run(tmp_path / f"copy-{step}")
+            copy = RunFolder(tmp_path / f"copy-{step}")
             shutil.copytree(run.folder, copy.folder, copy_function=shutil.copyfile)
             for folder in copy.checkpoints.iterdir():
                 set_clock(folder, chance.uniform(-3600, 3600))
@@ -199,7 +199,7 @@ def test_of_a_line_that_was_given_up_nothing_is_chosen_or_kept_before_the_line_t
 
 def run_of_another_line(run):
     """A folder of its own in which incarnation 0 goes on."""
-    other = Run(run.folder.parent / f"other-{time.time_ns()}")
+    other = RunFolder(run.folder.parent / f"other-{time.time_ns()}")
     other.create()
     other.begin()
     return other
@@ -207,7 +207,7 @@ def run_of_another_line(run):
 
 def test_a_run_that_began_from_another_goes_on_from_there_until_it_has_a_checkpoint(run, tmp_path, capsys):
     origin = save(run, 10)
-    branch = Run(tmp_path / "branch")
+    branch = RunFolder(tmp_path / "branch")
     branch.create()
     start.begin(branch, origin)
     assert start.newest(branch) == origin
@@ -223,7 +223,7 @@ def test_a_run_that_began_from_another_goes_on_from_there_until_it_has_a_checkpo
 
 def test_work_that_was_given_up_is_taken_only_if_there_is_no_other_and_said(run, capsys):
     save(run, 10)
-    begun_anew = Run(run.folder)
+    begun_anew = RunFolder(run.folder)
     begun_anew.begin()
     assert checkpoint_folder.newest(run) == (None, [])
     assert start.newest(run).version == 10
@@ -235,7 +235,7 @@ def test_work_that_was_given_up_is_taken_only_if_there_is_no_other_and_said(run,
 def test_checkpoints_without_the_rest_of_the_run_folder_are_ordered_too(run, tmp_path):
     save(run, 10)
     save(resume(run, start.newest(run)), 12)
-    alone = Run(tmp_path / "alone")
+    alone = RunFolder(tmp_path / "alone")
     alone.create()
     shutil.copytree(run.checkpoints, alone.checkpoints, dirs_exist_ok=True)
     set_clock(alone.checkpoints / "version-000010", 60)
@@ -347,7 +347,7 @@ def test_what_its_writer_says_is_what_a_file_must_hold(run, large):
 def test_written_again_it_is_the_one_that_the_run_began_from(run, tmp_path):
     """Not another one of the same version, from a line that was given up."""
     save(run, 2)
-    other = Run(tmp_path / "other")
+    other = RunFolder(tmp_path / "other")
     other.create()
     other.begin()
     begin_to_save(other, 2, b"others")

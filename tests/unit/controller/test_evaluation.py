@@ -22,7 +22,7 @@ from areal_megatron.observe.shown_answers import LONGEST, AnswersWriter, ShownAn
 from areal_megatron.observe.status import EngineState
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.process.files import numbered
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 from areal_megatron.workflows import sampling
 from areal_megatron.workflows.sampling import Decoding, sampling_seed
 from areal_megatron.workflows.scoring import Score
@@ -211,7 +211,7 @@ def test_the_first_answers_to_eight_spaced_prompts_are_kept(evaluate):
 
 
 def test_what_is_kept_is_bounded_text(tmp_path):
-    run = Run(tmp_path / "run")
+    run = RunFolder(tmp_path / "run")
     run.create()
     metrics = MetricsWriter(run)
     writer = AnswersWriter(run, metrics)

@@ -17,7 +17,7 @@ from areal_megatron.data.prompts import Prompt
 from areal_megatron.data.trajectory import Trajectory, checksum
 from areal_megatron.packing.partition import split
 from areal_megatron.programs.audit import audit, rows_of, surviving
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 
 ROWS, GROUP, BATCH, REPLICAS, UPDATES = 5, 2, 4, 2, 12
 
@@ -41,7 +41,7 @@ class RandomRun:
             ppo=PPOConfig(minibatches=2),
             rollout=RolloutConfig(group_size=GROUP, max_staleness=self.eta),
         )
-        self.run = Run(folder / "run")
+        self.run = RunFolder(folder / "run")
         self.run.create()
         save(self.config, self.run.config)
         self.checkpoint = None

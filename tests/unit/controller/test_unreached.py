@@ -28,7 +28,7 @@ from areal_megatron.reshard.reception import Inlet, Reception
 from areal_megatron.reshard.session import LinkInfo
 from areal_megatron.reshard.staging import Full, Shard
 from areal_megatron.reshard.trainer_layout import MegatronSizes
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 from tests.support.link_store import open_store
 from tests.support.reshard_oracle import CONFIG
 
@@ -158,7 +158,7 @@ class Training:
 @asynccontextmanager
 async def scene(folder, engines, first=2, first_weights="model"):
     """A fleet with `first` engines from the start; the others are to be announced."""
-    run = Run(folder / "run")
+    run = RunFolder(folder / "run")
     run.create()
     config = Config(
         name="run",

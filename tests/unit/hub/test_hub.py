@@ -18,7 +18,7 @@ from areal_megatron.hub.hub import HubData, HubRepo, model_folder, split_files
 from areal_megatron.launch import evaluate, local, submit
 from areal_megatron.launch.supervision import start
 from areal_megatron.programs import convert
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 from tests.support.hub_server import HubServer
 
 ROOT = Path(__file__).parents[3]
@@ -169,7 +169,7 @@ def test_a_run_goes_on_with_the_revisions_it_began_with(server, model, world, tm
     first, rows = model.branches["main"], data.branches["main"]
     keys = ["model.path=Tiny/Model-1.5B", "data.train=tiny/sums", "data.eval=", f"runs_dir={tmp_path}", "name=x"]
     config = config_file.load(ROOT / "configs/tiny_cpu.yaml", keys)
-    run = Run(config.run_dir)
+    run = RunFolder(config.run_dir)
     start.fetch(config, run)
     assert config.data.train == f"tiny/sums@{rows}" and first in config.model.path
     run.create()

@@ -13,7 +13,7 @@ from areal_megatron.config import ConfigError, config_file
 from areal_megatron.launch import mpi, slurm, submit
 from areal_megatron.planning import plan
 from areal_megatron.planning.sizes import Sizes, read_header
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 from tests.conftest import ROOT
 
 LAUNCHERS = {"slurm": slurm.main, "mpi": mpi.main, "submit": submit.main}
@@ -127,7 +127,7 @@ def test_a_heterogeneous_script_is_refused(tmp_path):
 
 
 def test_a_run_that_another_process_may_be_writing_is_left_as_it_is(arguments, tmp_path, capsys):
-    run = Run(tmp_path / "runs" / "x")
+    run = RunFolder(tmp_path / "runs" / "x")
     run.create()
     config_file.save(config_file.load(arguments[0], arguments[1:]), run.config)
     run.begin()

@@ -24,13 +24,13 @@ from areal_megatron.launch.supervision.recorder import Recorder
 from areal_megatron.observe.metrics import write_status
 from areal_megatron.observe.status import EngineStatus, Status
 from areal_megatron.planning.pools import Placement, Process, Slot
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 from areal_megatron.run.network import Site, address
 
 
 @pytest.fixture
 def run(tmp_path):
-    run = Run(tmp_path / "run")
+    run = RunFolder(tmp_path / "run")
     run.create()
     return run
 

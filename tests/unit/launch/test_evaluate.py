@@ -28,7 +28,7 @@ from areal_megatron.launch import evaluate
 from areal_megatron.observe.estimates import estimate, figures, pass_at_k
 from areal_megatron.observe.evaluation_folder import Folder, Sampled, files_digest
 from areal_megatron.observe.timeline import Timeline
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 from areal_megatron.workflows.sampling import Decoding
 from areal_megatron.workflows.scoring import Score
 from areal_megatron.workflows.single_turn import SingleTurn
@@ -397,7 +397,7 @@ def test_a_run_is_evaluated_as_it_evaluates_itself(world, tmp_path, workflow):
     apart, inside = Seeded(), Seeded()
 
     async def both(folder):
-        environments = Environments(config.by_environment(), Run(run))
+        environments = Environments(config.by_environment(), RunFolder(run))
         await environments.start()
         engine = Engine(0, inside, Timeline(tmp_path / "timeline", "x"), Changed())
         sampler = Sampler(

@@ -40,7 +40,7 @@ from areal_megatron.observe.shown_answers import LONGEST, AnswersWriter, ShownAn
 from areal_megatron.observe.status import EngineStatus, Status
 from areal_megatron.planning.pools import Node, Placement, Process, Slot
 from areal_megatron.run import descriptors
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 from tests.support.chromium import Chromium
 from tests.unit.launch.test_report import evaluation
 from tests.unit.programs.test_trajectories import answer, model  # noqa: F401 - a fixture
@@ -63,7 +63,7 @@ def update(v, **changes):
 
 def make(tmp_path, model, updates=12, name="run"):  # noqa: F811
     """Returns a run that trains, its metrics, and what its launcher records."""
-    run, tokenizer = Run(tmp_path / name), Tokenizer(model)
+    run, tokenizer = RunFolder(tmp_path / name), Tokenizer(model)
     run.create()
     config = Config(name=name, updates=UPDATES, model=ModelConfig(str(model)), data=DataConfig("d"))
     config_file.save(config, run.config)
@@ -281,7 +281,7 @@ def test_runs_of_a_folder_are_shown_side_by_side(tmp_path, model, browser):  # n
 def make_empty(folder, count):
     """Makes runs that have not been started; the newest have the highest numbers."""
     for number in range(count):
-        run = Run(folder / f"run-{number:02}")
+        run = RunFolder(folder / f"run-{number:02}")
         run.create()
         config_file.save(Config(name="x", updates=2, model=ModelConfig("m"), data=DataConfig("d")), run.config)
         os.utime(run.config, (number, number))
@@ -324,7 +324,7 @@ def test_runs_of_a_folder_are_found_as_they_come_and_the_newest_are_listed(tmp_p
 
 
 def test_prompts_are_told_apart_by_what_follows_their_common_lines(tmp_path, model):  # noqa: F811
-    tokenizer, run = Tokenizer(model), Run(tmp_path / "run")
+    tokenizer, run = Tokenizer(model), RunFolder(tmp_path / "run")
     run.create()
     prompts = [f"You are kind.\nAnswer.\n{question}" for question in ("two and two", "two and three")]
     tokens = [np.array(tokenizer.responses([prompt])[0], np.int32) for prompt in prompts]
@@ -490,7 +490,7 @@ def test_addresses_that_cannot_be_listened_on(tmp_path):
 
 
 def test_many_updates_make_few_points(tmp_path):
-    run = Run(tmp_path / "run")
+    run = RunFolder(tmp_path / "run")
     run.create()
     rng = np.random.default_rng(1)
     values = rng.normal(size=10_000)
@@ -527,7 +527,7 @@ def test_thinned_keeps_few_points_as_they_are():
 
 
 def test_work_that_is_done_again_is_shown_once(tmp_path):
-    run = Run(tmp_path / "run")
+    run = RunFolder(tmp_path / "run")
     run.create()
     metrics, history = MetricsWriter(run), History(run)
     for v in (1, 2, 3):

@@ -8,7 +8,7 @@ from areal_megatron.launch.page import report
 from areal_megatron.observe.metrics import MetricsWriter, write_status
 from areal_megatron.observe.status import Status
 from areal_megatron.observe.timeline import Timeline
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 
 
 class Page:
@@ -29,7 +29,7 @@ class Page:
 
 
 def make_run(tmp_path, updates, mode="rl"):
-    run = Run(tmp_path / "run")
+    run = RunFolder(tmp_path / "run")
     run.create()
     config = Config(name="run", mode=mode, updates=updates)
     config.model.path, config.data.train = "model", "<train>.jsonl"

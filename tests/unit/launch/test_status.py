@@ -15,14 +15,14 @@ from areal_megatron.observe.records import GONE_S, Pulse, read_record, state_of
 from areal_megatron.observe.status import EngineStatus, Status
 from areal_megatron.planning.pools import Node, Placement, Process, Slot
 from areal_megatron.process.silence import Repeater
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 
 UPDATE = {"effective_tokens_per_s": 1234.0, "accuracy": 0.5, "staleness_max": 3}
 
 
 def make(tmp_path, ranks=2, engines=2):
     """Returns a run that has trained, its recorder, and the processes of its launcher."""
-    run = Run(tmp_path / "tiny")
+    run = RunFolder(tmp_path / "tiny")
     run.create()
     run.config.touch()
     run.begin()

@@ -15,11 +15,11 @@ from pathlib import Path
 from areal_megatron.observe.metrics import MetricsWriter, StatusWriter, read_metrics, read_status
 from areal_megatron.observe.spans import read_spans
 from areal_megatron.observe.timeline import Timeline
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 from tests.support.small_disk import fill
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-run = Run(Path(sys.argv[1]) / "run")
+run = RunFolder(Path(sys.argv[1]) / "run")
 run.create()
 metrics, status, timeline = MetricsWriter(run), StatusWriter(run), Timeline(run.timeline("controller"), "controller")
 slowest = 0.0

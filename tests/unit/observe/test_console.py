@@ -9,7 +9,7 @@ from areal_megatron.config import Config
 from areal_megatron.observe.console import Console
 from areal_megatron.observe.metrics import MetricsWriter, write_status
 from areal_megatron.observe.status import EngineStatus, Status
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 
 UPDATE = {
     "reward_mean": -1.25,
@@ -24,7 +24,7 @@ UPDATE = {
 
 @pytest.fixture
 def run(tmp_path):
-    run = Run(tmp_path / "run")
+    run = RunFolder(tmp_path / "run")
     run.create()
     return run
 

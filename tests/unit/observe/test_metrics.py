@@ -9,12 +9,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from areal_megatron.observe.metrics import MetricsReader, MetricsWriter, read_metrics, read_status, write_status
 from areal_megatron.observe.status import EngineStatus, Status
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 
 
 @pytest.fixture
 def run(tmp_path):
-    run = Run(tmp_path / "run")
+    run = RunFolder(tmp_path / "run")
     run.create()
     return run
 

@@ -6,12 +6,12 @@ import pytest
 
 from areal_megatron.observe.spans import Span, merge, overlap, read_spans, speeds_with_and_without, union
 from areal_megatron.observe.timeline import Timeline
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 
 
 @pytest.fixture
 def run(tmp_path):
-    run = Run(tmp_path / "run")
+    run = RunFolder(tmp_path / "run")
     run.create()
     return run
 

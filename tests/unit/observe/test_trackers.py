@@ -22,7 +22,7 @@ from areal_megatron.observe.metrics import MetricsWriter
 from areal_megatron.observe.mirror import Once
 from areal_megatron.observe.shown_answers import HEAD, AnswersWriter, ShownAnswer
 from areal_megatron.observe.trackers import check_trackers
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 from tests.support.soaking import with_soaked
 from tests.unit.launch.test_report import evaluation, make_run
 
@@ -431,4 +431,4 @@ def test_no_run(tmp_path):
     command = [sys.executable, "-m", "areal_megatron.observe.mirror", str(tmp_path / "none"), "wandb"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
-    assert Run(tmp_path / "none").folder.exists() is False
+    assert RunFolder(tmp_path / "none").folder.exists() is False

@@ -18,7 +18,7 @@ from areal_megatron.planning.forecast.calibration import FinishedRun, calibrated
 from areal_megatron.planning.forecast.engine_time import EngineTime
 from areal_megatron.planning.forecast.simulated_engine import RunningAnswer, SimulatedEngine
 from areal_megatron.planning.forecast.trainer_time import TrainerTime
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 from tests.unit.planning.test_forecast import DENSE, config, trajectory
 
 PEAK = Accelerator("a core", 1e11, 2e10, 1e10, 1e10, 1e10, 8, "")
@@ -152,7 +152,7 @@ def test_a_calibration_is_read_back_and_refused_by_another_version(tmp_path):
 def finished(tmp_path):
     """The folder of a made-up run, and what it was made of."""
     played_ = played(32, 0)
-    run, made = Run(tmp_path / "run"), played_.config
+    run, made = RunFolder(tmp_path / "run"), played_.config
     run.create()
     (tmp_path / "config.json").write_text(json.dumps(DENSE))
     made.model.path, made.data.train, made.rollout.dump = str(tmp_path), "prompts.jsonl", True

@@ -37,7 +37,7 @@ from areal_megatron.process.errors import printable
 from areal_megatron.process.shown import escaped, guard, visible
 from areal_megatron.process.terminal import Terminal
 from areal_megatron.programs import audit, convert, trajectories
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 from tests.unit.programs.test_trajectories import answer, model  # noqa: F401 - a fixture
 from tests.unit.test_rooms import EVERY_IMPORT, TREES
 
@@ -152,7 +152,7 @@ def run(tmp_path, model, monkeypatch):  # noqa: F811
         (folder / file.name).write_bytes(file.read_bytes())
     data = tmp_path / "train.jsonl"
     data.write_text(json.dumps({"prompt": EVIL, "answer": "2"}) + "\n" + json.dumps({"prompt": "p", "answer": EVIL}))
-    run, tokenizer = Run(tmp_path / "run"), Tokenizer(folder)
+    run, tokenizer = RunFolder(tmp_path / "run"), Tokenizer(folder)
     run.create()
     config_file.save(
         Config(name="run", updates=2, model=ModelConfig(str(folder)), data=DataConfig(str(data))), run.config

@@ -12,7 +12,7 @@ from areal_megatron.controller import state
 from areal_megatron.controller.schedule import Schedule
 from areal_megatron.data.prompts import Cursor, drawing_of
 from areal_megatron.programs.audit import audit, main, rows_of
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 
 PROMPTS, GROUP, BATCH = 7, 2, 4
 
@@ -24,7 +24,7 @@ class Past:
 
     def __init__(self, folder):
         (folder / "data.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * PROMPTS)
-        self.run = Run(folder / "run")
+        self.run = RunFolder(folder / "run")
         self.run.create()
         self.config = Config(
             name="run",

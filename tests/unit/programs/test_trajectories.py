@@ -14,7 +14,7 @@ from areal_megatron.data.dumps import Dump, write
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.data.trajectory import Trajectory
 from areal_megatron.programs import trajectories
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def answer(tokenizer, uid, text, **changes):
 
 @pytest.fixture
 def run(tmp_path, model):
-    run, tokenizer = Run(tmp_path / "run"), Tokenizer(model)
+    run, tokenizer = RunFolder(tmp_path / "run"), Tokenizer(model)
     run.create()
     save(Config(name="run", updates=2, model=ModelConfig(str(model)), data=DataConfig("d")), run.config)
     first = [answer(tokenizer, 0, "eins"), answer(tokenizer, 1, "zwei, größer", reward=5.0)]

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from areal_megatron.checkpoint.convert import from_hf
 from areal_megatron.rank import checkpoints
 from areal_megatron.rank.checkpoints import Export
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 from tests.support.reshard_oracle import write_model
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -107,12 +107,12 @@ def test_an_export_that_is_made_again_takes_the_place_of_the_old_one(checkpoint,
 def test_an_incarnation_that_was_replaced_removes_no_export(checkpoint, tmp_path, monkeypatch, caplog):
     """Its thread ends, and takes along the weights that it alone has."""
     monkeypatch.chdir(ROOT)
-    run = Run(tmp_path / "run")
+    run = RunFolder(tmp_path / "run")
     run.create()
     run.begin()
     exported = shutil.copytree(tmp_path / "model", run.exports / "version-000002")
     before = {path: path.read_bytes() for path in exported.iterdir()}
-    Run(run.folder).begin()
+    RunFolder(run.folder).begin()
     Export(checkpoint, exported, removed=True, check_current=run.check_current).join(60)
     assert "the export of version-000002 failed: " in caplog.text and "was started again by" in caplog.text
     assert {path: path.read_bytes() for path in exported.iterdir()} == before and not checkpoint.exists()

@@ -17,7 +17,7 @@ from areal_megatron.reward.function import load_function
 from areal_megatron.reward.judge import NoVerdict, asked, verdict
 from areal_megatron.reward.no_score import ServiceAway
 from areal_megatron.reward.served import Said
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 from tests.support.chat_world import make_tokenizer
 from tests.support.served_engine import ServedEngine
 
@@ -29,7 +29,7 @@ def judged(tmp_path):
 
     def make(say, limit_s=5.0, **judge):
         make_tokenizer(tmp_path / "judge")
-        run = Run(tmp_path / "run")
+        run = RunFolder(tmp_path / "run")
         run.create()
         served = ServedModelConfig(path=str(tmp_path / "judge"), max_length=2000)
         config = Config(

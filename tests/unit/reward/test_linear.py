@@ -191,6 +191,7 @@ ELSEWHERE = {
     "function": "an address from the config",
     "score": "sends the text to a service",
     "ask": "sends the text to a service",
+    "ask_engines": "sends the text to engines",
     "run": "hands the program to a process of its own",
     "run_program": "hands the program to a process of its own",
     "check_isolation": "a key of the config",

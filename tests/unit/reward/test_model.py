@@ -24,7 +24,7 @@ from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.reward.function import load_function
 from areal_megatron.reward.model import sigmoid
 from areal_megatron.reward.no_score import ServiceAway
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 
 
 class Engine(BaseHTTPRequestHandler):
@@ -56,7 +56,7 @@ class Engine(BaseHTTPRequestHandler):
 @pytest.fixture
 def run(world, tmp_path):
     """A run with two engines of a reward model, one of which has gone, and with it its port."""
-    run = Run(tmp_path / "run")
+    run = RunFolder(tmp_path / "run")
     run.create()
     reward, served = RewardConfig(function="model"), ServedConfig(reward=ServedModelConfig(str(world / "model"), 2))
     config = Config(

@@ -11,13 +11,13 @@ import pytest
 from areal_megatron.config import ConfigError
 from areal_megatron.engine.client import EngineClient, EngineError
 from areal_megatron.run.credentials import Credentials, new_credentials
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 from tests.support.listeners import listening
 
 
 @pytest.fixture
 def run(tmp_path):
-    run = Run(tmp_path / "run")
+    run = RunFolder(tmp_path / "run")
     run.create()
     return run
 

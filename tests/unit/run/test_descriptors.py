@@ -14,7 +14,7 @@ from areal_megatron.launch.supervision import start
 from areal_megatron.launch.supervision.orders import NodeHello
 from areal_megatron.planning.pools import Node, allocate
 from areal_megatron.run import descriptors
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 from tests.conftest import ROOT
 
 
@@ -45,7 +45,7 @@ def test_too_low_a_hard_limit_is_wrong_input():
 
 @pytest.mark.parametrize("hard", [4096, 200])
 def test_the_controller_raises_its_soft_limit_and_says_in_one_line_if_that_does_not_suffice(tmp_path, hard):
-    run = Run(tmp_path / "run")
+    run = RunFolder(tmp_path / "run")
     run.create()
     save(config(), run.config)
     code = (

@@ -16,16 +16,16 @@ from areal_megatron.launch.supervision.recorder import Recorder
 from areal_megatron.observe.metrics import MetricsWriter, write_status
 from areal_megatron.observe.status import Status
 from areal_megatron.planning.pools import Placement
-from areal_megatron.run.folder import Away, Replaced, Run
+from areal_megatron.run.folder import Away, Replaced, RunFolder
 
-BEGIN = "import sys; from areal_megatron.run.folder import Run; Run(sys.argv[1]).begin(checkpoint='c' * 2000)"
+BEGIN = "import sys; from areal_megatron.run.folder import RunFolder as F; F(sys.argv[1]).begin(checkpoint='c' * 2000)"
 RACE = """
 import sys
-from areal_megatron.run.folder import Replaced, Run
+from areal_megatron.run.folder import Replaced, RunFolder
 sys.stdin.readline()
 for _ in range(20):
     try:
-        run = Run(sys.argv[1])
+        run = RunFolder(sys.argv[1])
         run.begin()
         print(run.incarnation)
     except Replaced:
@@ -35,7 +35,7 @@ for _ in range(20):
 
 @pytest.fixture
 def run(tmp_path):
-    run = Run(tmp_path / "run")
+    run = RunFolder(tmp_path / "run")
     run.create()
     run.begin()
     return run
@@ -50,9 +50,9 @@ def test_an_incarnation_that_could_not_be_written_whole_was_never_begun(run):
     """As on a full disk: the write ends in the middle."""
     torn = subprocess.run([sys.executable, "-c", BEGIN, run.folder], preexec_fn=files_of_at_most_a_kilobyte)
     assert torn.returncode
-    assert [start.incarnation for start in Run(run.folder).starts()] == [0]
+    assert [start.incarnation for start in RunFolder(run.folder).starts()] == [0]
     run.begin(version=3)
-    assert Run(run.folder).start.version == 3 and Run(run.folder).incarnation == 1
+    assert RunFolder(run.folder).start.version == 3 and RunFolder(run.folder).incarnation == 1
 
 
 def test_of_launchers_that_begin_an_incarnation_at_once_one_does(run):
@@ -71,10 +71,10 @@ def test_of_launchers_that_begin_an_incarnation_at_once_one_does(run):
 
 def test_a_process_knows_its_own_incarnation_whatever_has_begun_since(run):
     run.begin(version=1)
-    Run(run.folder).begin(version=2)
+    RunFolder(run.folder).begin(version=2)
     assert (run.incarnation, run.start.version) == (1, 1)
-    assert Run(run.folder, incarnation=0).start.version == 0
-    assert Run(run.folder).start.version == 2
+    assert RunFolder(run.folder, incarnation=0).start.version == 0
+    assert RunFolder(run.folder).start.version == 2
 
 
 def test_a_process_that_was_replaced_writes_nothing(run):
@@ -91,7 +91,7 @@ def test_a_process_that_was_replaced_writes_nothing(run):
         lambda: recorder.write({}, 0, "done"),
         lambda: run.begin(),
     ]
-    newer = Run(run.folder)
+    newer = RunFolder(run.folder)
     newer.begin()
     newer.announce("controller", "tcp://127.0.0.1:2")
     before = contents(run.folder)
@@ -135,7 +135,7 @@ def test_a_record_of_an_incarnation_that_cannot_be_read_is_named(run, damage):
     path = run.incarnations / "00001.json"
     path.write_bytes(damage)
     with pytest.raises(ConfigError, match=rf"^{path} is of another release or damaged: [^\n]*; put a copy of it back"):
-        Run(run.folder).starts()
+        RunFolder(run.folder).starts()
     with pytest.raises(Replaced, match="by another launcher"):
         run.check_current()
 
@@ -206,7 +206,7 @@ def test_a_process_reads_a_secret_that_others_had_rights_on_but_could_not_reach(
     before = run.token, run.keys
     for name in ("secret", "controller.key", "trainers.key", "site.pem"):
         (run.folder / name).chmod(mode)
-    assert (Run(run.folder).token, Run(run.folder).keys) == before
+    assert (RunFolder(run.folder).token, RunFolder(run.folder).keys) == before
     assert capsys.readouterr().err.count("\n") == 1
     assert run.credentials.path.stat().st_mode & 0o777 == (run.folder / "secret").stat().st_mode & 0o777 == 0o600
 

@@ -16,7 +16,7 @@ from areal_megatron.config import Config, ConfigError, DataConfig, ModelConfig, 
 from areal_megatron.launch.supervision import start
 from areal_megatron.run import versions
 from areal_megatron.run.extras import EXTRAS
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 from tests.unit.test_rooms import EVERY_IMPORT, MODULES
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -224,7 +224,7 @@ def test_a_launcher_starts_nothing(packages, world, tmp_path):
 
 @pytest.fixture
 def begun(tmp_path):
-    run = Run(tmp_path / "run")
+    run = RunFolder(tmp_path / "run")
     run.create()
     config_file.save(config(), run.config)
     run.begin()

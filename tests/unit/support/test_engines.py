@@ -11,9 +11,9 @@ from tests.support.living import left_over
 
 STANDIN = """
 import sys, time
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 from tests.support.engines import standin_engine
-run = Run(sys.argv[1])
+run = RunFolder(sys.argv[1])
 run.create()
 with standin_engine(run):
     print("started", flush=True)

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from areal_megatron.config import Config, DataConfig, MachineConfig, ModelConfig
-from areal_megatron.run.folder import Run, RunError
+from areal_megatron.run.folder import RunError, RunFolder
 from areal_megatron.run.gpu_settings import SETTINGS
 from areal_megatron.trainer import parallel
 
@@ -28,7 +28,7 @@ def test_megatrons_groups_are_made_once(tmp_path, monkeypatch, device, backend):
     monkeypatch.setattr(dist, "init_process_group", stop)
     monkeypatch.setattr(parallel, "choose_device", lambda config: torch.device(device))
     monkeypatch.setattr(parallel, "sign_objects", lambda key: None)
-    run = Run(tmp_path / "run")
+    run = RunFolder(tmp_path / "run")
     run.create()
     config = Config(
         name="test",

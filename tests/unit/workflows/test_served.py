@@ -7,7 +7,7 @@ import pytest
 
 from areal_megatron.config import ConfigError, ServedModelConfig
 from areal_megatron.reward.served import ServedModelError, ServedModels
-from areal_megatron.run.folder import Run, RunError
+from areal_megatron.run.folder import RunError, RunFolder
 from areal_megatron.workflows.runner import EpisodeRunner
 from areal_megatron.workflows.workflow import Workflow
 from tests.support.chat_world import END, InThisProcess, World, make_tokenizer, spelled
@@ -27,7 +27,7 @@ def served(tmp_path):
         make_tokenizer(tmp_path / "user", OTHER_TEMPLATE)
         settings = {"max_length": 200, "max_new_tokens": 50, "timeout_s": 5.0} | user_settings
         world.config.served.user = ServedModelConfig(path=str(tmp_path / "user"), **settings)
-        run = Run(tmp_path / "run")
+        run = RunFolder(tmp_path / "run")
         run.create()
         models = ServedModels(world.config, run)
         world.episodes = EpisodeRunner(

@@ -25,7 +25,7 @@ from areal_megatron.launch.supervision import lease as lease_module
 from areal_megatron.launch.supervision import start
 from areal_megatron.launch.supervision.lease import Holder, Lease
 from areal_megatron.process.files import numbers
-from areal_megatron.run.folder import Away, Run
+from areal_megatron.run.folder import Away, RunFolder
 from tests.conftest import take_interrupts
 from tests.support import failing_disk
 from tests.support.small_disk import run_on_small_disk
@@ -40,7 +40,7 @@ from areal_megatron.config import CheckpointConfig, Config, ConfigError
 from areal_megatron.process.files import numbers
 from areal_megatron.observe.background import AppendedFile
 from areal_megatron.observe.metrics import MetricsWriter, StatusWriter
-from areal_megatron.run.folder import Replaced, Run
+from areal_megatron.run.folder import Replaced, RunFolder
 from areal_megatron.launch.supervision import start
 
 def write(run, version):
@@ -77,7 +77,7 @@ try:
         checkpoint = start.newest(run)
         start.begin(run, checkpoint)
         version = checkpoint.version if checkpoint else 0
-        worker = Run(run.folder, incarnation=run.incarnation)
+        worker = RunFolder(run.folder, incarnation=run.incarnation)
         checkpoint_folder.remove_unfinished(worker)
         threading.Thread(target=write, args=(worker, version), daemon=True).start()
         print("begun at", version, flush=True)
@@ -405,13 +405,13 @@ def test_what_this_code_did_not_make_stays_beside_the_checkpoints(past):
     os.rename(folder, folder.with_name(f".{folder.name}.replaced"))
     (past / "checkpoints" / ".snapshot").mkdir()
     (past / "checkpoints" / ".version-000009.incarnation-0.partial").mkdir()
-    checkpoint_folder.remove_unfinished(Run(past, incarnation=0))
+    checkpoint_folder.remove_unfinished(RunFolder(past, incarnation=0))
     assert version in sealed(past) and (past / "checkpoints" / ".snapshot").exists()
     assert not (past / "checkpoints" / ".version-000009.incarnation-0.partial").exists()
 
 
 def test_a_process_that_is_bound_to_a_folder_tells_that_it_is_away(past):
-    run = Run(past, incarnation=0)
+    run = RunFolder(past, incarnation=0)
     run.look()
     renamed(past)
     with pytest.raises(Away, match="it is not there"):
@@ -466,7 +466,7 @@ def test_a_start_that_waits_while_another_discards_its_run_gets_a_whole_one(tmp_
     try:
         for _ in range(40):
             try:
-                lease = Lease(Run(tmp_path / "run"), LEASE_S)
+                lease = Lease(RunFolder(tmp_path / "run"), LEASE_S)
             except ConfigError as e:
                 refused.append(str(e))
                 continue
@@ -482,19 +482,19 @@ def test_a_start_that_waits_while_another_discards_its_run_gets_a_whole_one(tmp_
 
 def test_a_lease_is_taken_in_the_folder_that_was_looked_at(tmp_path, monkeypatch):
     """Not in one that another start has made since: its holder has the first there, and would be replaced."""
-    first, others, watch = Lease(Run(tmp_path / "run"), 30), [], lease_module._watch
+    first, others, watch = Lease(RunFolder(tmp_path / "run"), 30), [], lease_module._watch
 
     def slow_watch(*given):
         if not others:
             first.rest()
             first.run.discard()
-            others.append(Lease(Run(tmp_path / "run"), 30))
+            others.append(Lease(RunFolder(tmp_path / "run"), 30))
             return None
         return watch(*given)
 
     monkeypatch.setattr(lease_module, "_watch", slow_watch)
     with pytest.raises(ConfigError, match="is being run by"):
-        Lease(Run(tmp_path / "run"), 30)
+        Lease(RunFolder(tmp_path / "run"), 30)
     with others[0] as lease:
         lease.run.look()
 
@@ -508,7 +508,7 @@ def test_no_lease_is_taken_in_a_folder_that_is_being_removed(tmp_path, monkeypat
         tried.append(old)
         rename(old, new)
 
-    with Lease(Run(tmp_path / "run"), 30) as lease:
+    with Lease(RunFolder(tmp_path / "run"), 30) as lease:
         lease.rest()
         monkeypatch.setattr(os, "rename", rename_late)
         lease.run.discard()
@@ -543,7 +543,7 @@ def test_resume_says_that_there_is_nothing_to_resume(tmp_path, capsys):
 
 
 def test_a_lease_whose_file_is_damaged_is_held_on(tmp_path):
-    with Lease(Run(tmp_path / "run"), 30) as lease:
+    with Lease(RunFolder(tmp_path / "run"), 30) as lease:
         path = lease.run.leases / "00001.json"
         path.write_text("")
         beat = path.stat().st_mtime
@@ -555,7 +555,7 @@ def test_a_lease_whose_file_is_damaged_is_held_on(tmp_path):
 
 def test_a_silent_launcher_of_a_folder_on_another_disk_is_not_ended(tmp_path):
     """A copy of a run may have the inode of its original, there."""
-    run = Run(tmp_path / "run")
+    run = RunFolder(tmp_path / "run")
     with subprocess.Popen(["sleep", "60"]) as other:
         holder = Lease(run, 30)
         holder.__exit__()

@@ -15,7 +15,7 @@ from areal_megatron.launch.supervision.orders import carry_out, start_order
 from areal_megatron.launch.supervision.processes import Children
 from areal_megatron.launch.supervision.start import decide_device
 from areal_megatron.planning.pools import Node, allocate
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 from tests.e2e.test_run import small
 
 UUIDS = [f"GPU-{n}f3a0c11-0000-4000-8000-00000000000{n}" for n in range(4)]
@@ -23,7 +23,7 @@ SLICE = "MIG-4b1f3b58-7ed4-5f0a-9a44-d2ae9e1a3f00"
 
 
 def made(folder):
-    run = Run(folder)
+    run = RunFolder(folder)
     run.create(exist_ok=True)
     return run
 

@@ -6,14 +6,14 @@ from areal_megatron.launch.supervision import health
 from areal_megatron.launch.supervision.health import Health
 from areal_megatron.observe.metrics import write_status
 from areal_megatron.observe.status import EngineStatus, Status
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 
 
 @pytest.fixture
 def look(tmp_path, monkeypatch):
     """look(engine_0=(state, losses), …) returns what a Health that has started engine-0 and engine-1 wants to end."""
     monkeypatch.setattr(health, "_LOOK_S", 0)
-    run = Run(tmp_path / "run")
+    run = RunFolder(tmp_path / "run")
     run.create()
     subject = Health(run)
     for name in ("engine-0", "engine-1"):

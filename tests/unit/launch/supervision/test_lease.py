@@ -20,16 +20,16 @@ from areal_megatron.launch.supervision import start
 from areal_megatron.launch.supervision.lease import Lease, read
 from areal_megatron.process.files import numbered, numbers
 from areal_megatron.programs.audit import audit
-from areal_megatron.run.folder import Replaced, Run
+from areal_megatron.run.folder import Replaced, RunFolder
 from tests.conftest import ROOT, take_interrupts
 from tests.unit.programs.test_audit import Past
 
 HOLD = """
 import sys, time
 from areal_megatron.config import ConfigError
-from areal_megatron.run.folder import Replaced, Run
+from areal_megatron.run.folder import Replaced, RunFolder
 from areal_megatron.launch.supervision.lease import Lease
-run = Run(sys.argv[1])
+run = RunFolder(sys.argv[1])
 try:
     with Lease(run, float(sys.argv[2])) as lease:
         lease.guard(int(sys.argv[3]))
@@ -45,7 +45,7 @@ except KeyboardInterrupt:
 RACE = """
 import os, sys, time
 from areal_megatron.config import ConfigError
-from areal_megatron.run.folder import Replaced, Run
+from areal_megatron.run.folder import Replaced, RunFolder
 from areal_megatron.launch.supervision import lease as leases
 from tests.unit.launch.supervision.test_lease import note_checks, train
 folder, log, where, work = sys.argv[1:]
@@ -53,7 +53,7 @@ if where == "elsewhere":
     leases._machine = lambda: f"the machine of {os.getpid()}"
 with open(log, "a", buffering=1) as log:
     while True:
-        run = Run(folder)
+        run = RunFolder(folder)
         try:
             with leases.Lease(run, 1) as lease:
                 print("took", lease.number, time.monotonic_ns(), file=log)
@@ -139,7 +139,7 @@ def race(run, folder, work, races):
 
 @pytest.fixture
 def run(tmp_path):
-    return Run(tmp_path / "run")
+    return RunFolder(tmp_path / "run")
 
 
 @pytest.fixture
@@ -232,7 +232,7 @@ def test_a_copy_of_a_run_does_not_end_the_launcher_of_the_run(run, starts, tmp_p
     holder = starts()
     holder.send_signal(signal.SIGSTOP)
     shutil.copytree(run.folder, tmp_path / "copy")
-    assert taken(Run(tmp_path / "copy"), lease_s=1)[0] == 2
+    assert taken(RunFolder(tmp_path / "copy"), lease_s=1)[0] == 2
     holder.send_signal(signal.SIGCONT)
     with pytest.raises(ConfigError, match="is being run"):
         Lease(run, 90)
@@ -252,11 +252,11 @@ def test_a_holder_that_was_stopped_and_replaced_ends_with_one_line(run, starts):
 def test_a_replaced_launcher_begins_nothing_and_its_processes_write_nothing(run):
     with Lease(run, 90) as lease:
         run.begin()
-        old = Run(run.folder, incarnation=0)
-        engine = Run(run.folder, lease=lease.number)
+        old = RunFolder(run.folder, incarnation=0)
+        engine = RunFolder(run.folder, lease=lease.number)
         run.begin()
         engine.announce("engine-0", "http://127.0.0.1:1")
-        old = Run(run.folder, incarnation=1)
+        old = RunFolder(run.folder, incarnation=1)
         old.check_current()
         numbered(run.leases, 2).write_bytes(numbered(run.leases, 1).read_bytes())
         for refused in (run.begin, old.check_current, lambda: engine.announce("engine-0", "http://127.0.0.1:2")):
@@ -272,16 +272,16 @@ def test_an_incarnation_begun_at_the_last_moment_by_one_that_was_replaced_is_fol
     """It passed its check just before the next lease was taken, and was stopped there."""
     with Lease(run, 90):
         run.begin()
-    last = Run(run.folder)
+    last = RunFolder(run.folder)
     last.hold(1)
     with Lease(run, 90):
         last.check_lease = lambda: None
         last.begin()
         run.begin(version=5)
         assert [(start.lease, start.version) for start in run.starts()] == [(1, 0), (1, 0), (2, 5)]
-        Run(run.folder, incarnation=2).check_current()
+        RunFolder(run.folder, incarnation=2).check_current()
         with pytest.raises(Replaced):
-            Run(run.folder, incarnation=1).check_current()
+            RunFolder(run.folder, incarnation=1).check_current()
 
 
 def test_of_several_that_wait_one_gets_the_lease(run, starts):

@@ -29,7 +29,7 @@ from areal_megatron.planning import plan
 from areal_megatron.planning.memory.parts import GIB
 from areal_megatron.planning.pools import Node, allocate
 from areal_megatron.run import gpu_settings
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 from areal_megatron.run.gpu_settings import SETTINGS, WATCHDOG
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -37,7 +37,7 @@ MODEL = ROOT / "configs" / "models" / "Qwen3-8B"
 
 
 def made(folder):
-    run = Run(folder)
+    run = RunFolder(folder)
     run.create(exist_ok=True)
     return run
 
@@ -138,9 +138,9 @@ def test_an_engine_on_one_node_is_told_nothing_of_parts(tmp_path):
 
 def test_engines_return_the_experts_they_chose_where_that_is_asked_for(tmp_path):
     asked = config("cuda", 2)
-    before = server_command(asked, "10.0.0.1", 80), server_environment(asked, Run(tmp_path), [0])
+    before = server_command(asked, "10.0.0.1", 80), server_environment(asked, RunFolder(tmp_path), [0])
     asked.rollout.replay_routes = True
-    command, environment = server_command(asked, "10.0.0.1", 80), server_environment(asked, Run(tmp_path), [0])
+    command, environment = server_command(asked, "10.0.0.1", 80), server_environment(asked, RunFolder(tmp_path), [0])
     assert [part for part in command if part not in before[0]] == ["--enable-return-routed-experts"]
     assert environment == before[1] | {"VLLM_USE_V2_MODEL_RUNNER": "1"}
 
@@ -159,9 +159,9 @@ def test_parts_agree_on_all_but_their_number(tmp_path):
 
 
 def test_cores_of_a_part_are_shared_by_its_own_ranks(tmp_path):
-    environment = server_environment(config("cpu", 2), Run(tmp_path), [3], parts=2)
+    environment = server_environment(config("cpu", 2), RunFolder(tmp_path), [3], parts=2)
     assert environment["VLLM_CPU_OMP_THREADS_BIND"] == "3"
-    assert server_environment(config("cpu", 2), Run(tmp_path), [3, 4])["VLLM_CPU_OMP_THREADS_BIND"] == "3|4"
+    assert server_environment(config("cpu", 2), RunFolder(tmp_path), [3, 4])["VLLM_CPU_OMP_THREADS_BIND"] == "3|4"
 
 
 def test_what_vllm_cannot_do_on_cpu_is_refused():
@@ -175,7 +175,8 @@ def test_what_vllm_cannot_do_on_cpu_is_refused():
 
 def test_engines_on_gpus_begin_without_weights_and_evaluations_with_those_of_their_model(tmp_path):
     def begun(asked):
-        command, environment = server_command(asked, "10.0.0.1", 80), server_environment(asked, Run(tmp_path), [0])
+        command = server_command(asked, "10.0.0.1", 80)
+        environment = server_environment(asked, RunFolder(tmp_path), [0])
         part = headless_command(asked, NodePart(1, 2, "10.0.0.1:9000"))
         formats = {values(command).get("--load-format"), values(part).get("--load-format")}
         assert len(formats) == 1 and ("AREAL_EMPTY" in environment) == (formats == {"dummy"})
@@ -199,7 +200,7 @@ def test_engines_on_gpus_begin_without_weights_and_evaluations_with_those_of_the
 def test_vllm_gives_an_engine_as_long_to_start_as_the_run_does(tmp_path):
     """Its own limit is ten minutes; a large model that is compiled and comes from a cold disk takes longer."""
     asked = config("cuda", 4)
-    assert server_environment(asked, Run(tmp_path), [0])["VLLM_ENGINE_READY_TIMEOUT_S"] == "1800"
+    assert server_environment(asked, RunFolder(tmp_path), [0])["VLLM_ENGINE_READY_TIMEOUT_S"] == "1800"
 
 
 def shared_plan():

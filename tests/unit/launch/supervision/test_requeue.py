@@ -6,7 +6,7 @@ import pytest
 from areal_megatron.launch import slurm
 from areal_megatron.launch.slurm import Outcome, queue_again
 from areal_megatron.launch.supervision import node
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 from tests.e2e.test_run import small
 
 BUSY = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
@@ -71,7 +71,7 @@ NOT_PREEMPTED = 'echo "JobId=7 StartTime=2026-11-23T10:06:00 PreemptTime={}"'
 
 def test_a_job_that_makes_room_before_its_first_batch_is_queued_again_every_time(programs, tmp_path):
     programs(scontrol=PREEMPTED)
-    run = Run(tmp_path / "run")
+    run = RunFolder(tmp_path / "run")
     run.create()
     for times in range(1, 6):
         run.begin()
@@ -81,7 +81,7 @@ def test_a_job_that_makes_room_before_its_first_batch_is_queued_again_every_time
 @pytest.mark.parametrize("preempted", ["None", "2026-11-23T10:05:00"], ids=["never", "an earlier time"])
 def test_a_job_that_fails_again_and_again_is_given_up(programs, tmp_path, monkeypatch, capsys, preempted):
     programs(scontrol=NOT_PREEMPTED.format(preempted))
-    run = Run(tmp_path / "run")
+    run = RunFolder(tmp_path / "run")
     assert [queue_again(run) for _ in range(2)] == [Outcome.STOPPED] * 2
     programs(scontrol=PREEMPTED)
     assert queue_again(run) == Outcome.STOPPED, "that one does not count"
@@ -96,7 +96,7 @@ def test_a_job_that_fails_again_and_again_is_given_up(programs, tmp_path, monkey
 
 def test_the_folder_of_a_run_that_is_away_is_not_made_again(programs, tmp_path, capsys):
     programs(scontrol=NOT_PREEMPTED.format("None"))
-    run = Run(tmp_path / "run")
+    run = RunFolder(tmp_path / "run")
     run.create()
     run.begin()
     (tmp_path / "run").rename(tmp_path / "moved")

@@ -21,7 +21,7 @@ from areal_megatron.observe.records import read_record
 from areal_megatron.planning.memory import plan_memory
 from areal_megatron.planning.plan import ClusterPlan
 from areal_megatron.planning.pools import Node, Placement, Process
-from areal_megatron.run.folder import Run
+from areal_megatron.run.folder import RunFolder
 from tests.support.reshard_oracle import CONFIG
 
 
@@ -66,7 +66,7 @@ WAIT = "time.sleep(60)"
 
 
 def supervised(tmp_path, hosts, restarts, engines=0):
-    run = Run(tmp_path / "run")
+    run = RunFolder(tmp_path / "run")
     run.create()
     run.begin()
     names = ["controller", "trainer-0", *(f"engine-{n}" for n in range(engines))]
@@ -89,7 +89,7 @@ def test_what_a_process_refuses_ends_the_run_at_once(tmp_path, signals, capsys, 
     assert supervised(tmp_path, hosts, restarts=20) == Outcome.REFUSED == 2
     said = capsys.readouterr().err
     assert max(hosts.starts.values()) == 1 and said.count("rollout.max_running: 5") == 1 and said.count("\n") == 1
-    assert read_record(Run(tmp_path / "run")).outcome == "refused"
+    assert read_record(RunFolder(tmp_path / "run")).outcome == "refused"
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_an_engine_that_fails_while_the_run_folder_is_away_is_started_when_it_is
     assert "it is not there (renamed, unmounted or cleared?); the run goes on when it can" in capsys.readouterr().err
 
 
-READS_SECRET = "from areal_megatron.run.folder import Run; Run(status.parent).token; time.sleep(1 - n);"
+READS_SECRET = "from areal_megatron.run.folder import RunFolder; RunFolder(status.parent).token; time.sleep(1 - n);"
 
 
 @pytest.mark.parametrize("share", ["a+r", "g+w"])
@@ -209,7 +209,7 @@ def test_sharing_the_logs_does_not_end_the_run(tmp_path, signals, share):
 
 def test_records_go_on_while_the_launcher_waits(tmp_path, monkeypatch, signals):
     monkeypatch.setattr(recorder, "RECORD_S", 0.2)
-    run = Run(tmp_path / "run")
+    run = RunFolder(tmp_path / "run")
     run.create()
     placement = Placement((Node("n", (0,)),), (Process("controller", "controller", 0, "n", ()),))
     config = Config(name="run", updates=1)
@@ -245,7 +245,7 @@ def test_a_launcher_closes_with_what_was_kept_and_what_to_do_next(tmp_path, sign
 
 def test_the_closing_lines_name_checkpoint_model_and_command(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    run, config = Run(tmp_path / "runs" / "my run"), Config(name="my run", updates=40)
+    run, config = RunFolder(tmp_path / "runs" / "my run"), Config(name="my run", updates=40)
     run.create()
     run.begin()
     partial = checkpoint_folder.partial(run, 20)
