@@ -35,7 +35,7 @@ from areal_megatron.launch.supervision.supervise import Outcome, supervise
 from areal_megatron.planning.pools import Node
 from areal_megatron.process.files import read_replaced, write_atomically
 from areal_megatron.process.shown import guard
-from areal_megatron.process.silence import AwakeClock, Repeater, sign_interval
+from areal_megatron.process.silence import SIGN_S, AwakeClock, Repeater, sign_interval
 from areal_megatron.run.folder import Replaced, RunFolder
 from areal_megatron.run.json_input import read_record
 from areal_megatron.run.network import address, check_network
@@ -47,6 +47,8 @@ _OVER_S = 60.0
 """How long the others may take to end their processes, and to be told the exit code."""
 _MESSAGE_BYTES, _HANDSHAKE_S = 1 << 20, 10
 """Limits for strangers, and for everybody else."""
+_SILENT_S = 6 * SIGN_S
+"""After so long without a sign another process may take a rank's place."""
 _ALONE = 2
 """A launcher may be silent this many times longer than a supervisor."""
 
@@ -132,25 +134,33 @@ def main(arguments: list[str] | None = None) -> int:
 def _lead(own: Rank, config: Config, options: argparse.Namespace) -> int:
     code, problem = int(Outcome.LOST), ""
     with start.lease(config) as lease, Gathering(own, lease.run, config) as gathering:
+        signal.signal(signal.SIGTERM, _leave)  # until there is a run to stop
         try:
+            nodes = Nodes(gathering, config.machine.silence_s)
+            found = nodes.gather([_name(number) for number in range(own.world)], config.machine.gather_s)
             start.fetch(config, lease.run)
             start.check_input(config)
-            nodes = Nodes(gathering, config.machine.silence_s)
-            beginning = _check(own, config, options, nodes, lease.run)
+            beginning = _check(config, options, found, lease.run)
             print(beginning.plan.table(), flush=True)
             beginning.begin()
-            code, problem = supervise(beginning, nodes, options, lease, term_stops=True), ""
+            code = supervise(beginning, nodes, options, lease, term_stops=True)
         except ConfigError as e:
             code, problem = 2, f"rank 0 says: {e}"
+            raise
+        except SystemExit:
+            code = Outcome.STOPPED
             raise
         finally:
             gathering.dismiss(code, problem)
     return code
 
 
-def _check(own: Rank, config: Config, options: argparse.Namespace, nodes: Nodes, run: RunFolder) -> Beginning:
-    """Waits for all processes and checks everything. Raises ConfigError or HostError."""
-    found = nodes.gather([_name(number) for number in range(own.world)], config.machine.gather_s)
+def _leave(*_: Any) -> None:
+    sys.exit(int(Outcome.STOPPED))
+
+
+def _check(config: Config, options: argparse.Namespace, found: list[NodeHello], run: RunFolder) -> Beginning:
+    """Checks everything. Raises ConfigError."""
     check_network(config.machine.host, {each.machine for each in found})
     config.machine.device = start.decide_device(config, {each.supervisor: each.gpus for each in found})
     if config.machine.device == "cpu":
@@ -172,12 +182,13 @@ class Gathering:
 
     def __init__(self, own: Rank, run: RunFolder, config: Config):
         self._own, self._file = own, run.folder / "ranks.json"
-        self._supervised = ExitStack()
-        self._supervisor = self._supervised.enter_context(Supervisor(own.name))
         self._orders: list[Order] = []
         self._events: list[Event] = [hello(own.name)]
         self._identities: dict[str, bytes] = {}
         """Name → how ZeroMQ calls the connection."""
+        self._heard: dict[str, float] = {}
+        self._rivals: dict[bytes, float] = {}
+        """Connections of further processes with a rank that is taken, and when they came."""
         self._using = threading.Lock()
         self._socket = _socket(zmq.ROUTER)
         public, secret = zmq.curve_keypair()
@@ -187,8 +198,14 @@ class Gathering:
         self._socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
         host = address(config.machine.host)
         place = f"tcp://[{host}]" if ":" in host else f"tcp://{host}"
-        meeting = Meeting(f"{place}:{self._socket.bind_to_random_port(place)}", public.decode())
-        write_atomically(self._file, _encode(meeting))
+        try:
+            port = self._socket.bind_to_random_port(place)
+        except zmq.ZMQError as e:
+            raise ConfigError(f"machine.host={config.machine.host}: cannot listen on {host}: {e}") from None
+        self._meeting = _encode(Meeting(f"{place}:{port}", public.decode()))
+        self._supervised = ExitStack()
+        self._supervisor = self._supervised.enter_context(Supervisor(own.name))
+        write_atomically(self._file, self._meeting)
         self._alive = Repeater(lambda: self._tell(Present()), sign_interval(config.machine.silence_s))
 
     def send(self, order: Order) -> None:
@@ -206,26 +223,35 @@ class Gathering:
             while self._socket.poll(0):
                 identity, data = self._socket.recv_multipart()
                 event = _decode_event(data)
-                events += self._joined(event, identity) if isinstance(event, Joined) else [event]
+                if isinstance(event, Joined):
+                    events += self._joined(event, identity)
+                elif self._identities.get(event.supervisor) == identity:
+                    self._heard[event.supervisor] = time.monotonic()
+                    events.append(event)
         return events
 
     def _joined(self, who: Joined, identity: bytes) -> list[Event]:
-        """Answers a process that wants to join. Returns its hello; nothing if it is refused, or comes when all are
-        there, in place of one that is lost: that is for the next start."""
-        if problem := self._problem_with(who):
+        """Answers a process that wants to join. Returns its hello; nothing if it is refused, or is to wait since it has
+        the rank of one that was there a moment ago."""
+        name, now = _name(who.rank), time.monotonic()
+        is_taken = self._identities.get(name, identity) != identity and now < self._heard[name] + _SILENT_S
+        came = self._rivals.setdefault(identity, now)
+        problem = ""
+        if who.world != self._own.world:
+            problem = f"rank {who.rank} has WORLD_SIZE={who.world}, and rank 0 has WORLD_SIZE={self._own.world}"
+        elif who.rank == 0 or (is_taken and self._heard[name] > came + 2 * SIGN_S):
+            problem = f"another process has RANK={who.rank}"
+        if problem:
             self._socket.send_multipart([identity, _encode(Over(2, problem))])
+        if problem or is_taken or self._is_begun(name, identity):
             return []
-        name = _name(who.rank)
-        if self._identities.get(name, identity) != identity and len(self._identities) == self._own.world - 1:
-            return []
-        self._identities[name] = identity
+        self._identities[name], self._heard[name] = identity, now
         self._socket.send_multipart([identity, _encode(Present())])
         return [who.hello]
 
-    def _problem_with(self, who: Joined) -> str:
-        if who.world != self._own.world:
-            return f"rank {who.rank} has WORLD_SIZE={who.world}, and rank 0 has WORLD_SIZE={self._own.world}"
-        return f"another process has RANK={who.rank}" if who.rank == 0 else ""
+    def _is_begun(self, name: str, identity: bytes) -> bool:
+        """Whether all were there, so that one in place of another that is lost is for the next start."""
+        return len(self._identities) == self._own.world - 1 and self._identities.get(name) != identity
 
     def close(self) -> None:
         """Has every supervisor end its processes."""
@@ -254,25 +280,19 @@ class Gathering:
         self._alive.__exit__()
         self._supervised.close()
         with suppress(OSError):
-            self._file.unlink()
+            if self._file.read_bytes() == self._meeting:  # else of a launcher that has taken this one's place
+                self._file.unlink()
         self._socket.close(linger=int(1000 * _OVER_S))
 
 
 def _follow(own: Rank, config: Config) -> int:
     """Supervises this node until rank 0 says with which code to exit. Raises HostError if rank 0 is gone."""
-    run = RunFolder(config.run_dir)
-    signal.signal(signal.SIGTERM, lambda *_: _ask_to_stop(run))
+    signal.signal(signal.SIGTERM, _leave)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # some starters pass it on to all; rank 0 acts on it
-    with Membership(own, run, config) as membership:
+    with Membership(own, RunFolder(config.run_dir), config) as membership:
         membership.join()
+        signal.signal(signal.SIGTERM, membership.ask_to_stop)
         return membership.serve()
-
-
-def _ask_to_stop(run: RunFolder) -> None:
-    try:
-        run.stop.touch()
-    except OSError as e:
-        print(f"warning: {run.stop} cannot be written: {e.strerror}; ask again", file=sys.stderr, flush=True)
 
 
 class Membership:
@@ -282,6 +302,7 @@ class Membership:
         self._name, self._silence_s = own.name, config.machine.silence_s
         self._joining = Joined(own.number, own.world, hello(own.name))
         self._file, self._longest_s = run.folder / "ranks.json", config.machine.gather_s
+        self._run, self._is_to_stop = run, False
         self._meeting: Meeting | None = None
         self._using = threading.Lock()
         self._alive = Repeater(lambda: self._say(Alive(self._name)), sign_interval(self._silence_s))
@@ -333,10 +354,21 @@ class Membership:
                     break
                 for event in supervisor.step(taken):
                     self._say(event)
+                if self._is_to_stop:
+                    self._stop()
                 time.sleep(POLL_S)
             else:
                 raise HostError(f"rank 0 has said nothing for {longest_s:.0f} s")
         return self._exit_code(taken)
+
+    def ask_to_stop(self, *_: Any) -> None:
+        self._is_to_stop = True
+
+    def _stop(self) -> None:
+        """Asks the run to stop, again if it has only begun since."""
+        with suppress(OSError):  # not there yet, or away
+            if self._run.has_begun():
+                self._run.stop.touch()
 
     def _exit_code(self, taken: list[Order | Over]) -> int:
         while not (over := next((order for order in taken if isinstance(order, Over)), None)):

@@ -16,9 +16,12 @@ Imports neither torch nor vllm.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import json
+import numbers
 import os
-import signal
+import re
 import subprocess
 import sys
 import tempfile
@@ -30,18 +33,22 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from omegaconf.errors import OmegaConfBaseException
+
 from areal_megatron.api.functions import import_path
 from areal_megatron.checkpoint.folder import complete
 from areal_megatron.command import COMMANDS
 from areal_megatron.config import Config, ConfigError, config_file
 from areal_megatron.observe.metrics import MetricsReader, read_status
 from areal_megatron.observe.status import Status
+from areal_megatron.process.errors import first_line
 from areal_megatron.run.folder import RunError, RunFolder
 
 _POLL_S = 0.2
 _KEPT_LINES = 50
 """Lines of a program that an error may show."""
 _WRONG_INPUT, _STOPPED = 2, 75
+_END_S = 60.0
 
 
 class RunFailed(RunError):
@@ -64,14 +71,14 @@ class Run:
     def __init__(self, config: str | Path | Config, **keys: Any):
         self._paths: list[str] = []
         self._program_of_run: _Program | None = None
-        if isinstance(config, Config):
-            self._written = tempfile.TemporaryDirectory(prefix="areal-")  # removed with this object
-            config_file.save(config, Path(self._written.name, "config.yaml"))
-            config = Path(self._written.name, "config.yaml")
-        self._config = Path(config).absolute()
-        plain = config_file.load(self._config, [*_overrides(keys, lambda function: function.__name__ + ":f")])
-        self.folder = (Path(plain.runs_dir) / plain.name).absolute()
+        self._at = Path.cwd()
+        with tempfile.TemporaryDirectory(prefix="areal-") as folder:
+            file = _file_of(config, lambda function: f"of:{function.__name__}", Path(folder))
+            plain = config_file.load(file, [*_overrides(keys, lambda function: f"of:{function.__name__}")])
+        self.folder = (self._at / plain.run_dir).absolute()
         """Where the run is, or will be."""
+        self._beside = self.folder.with_name(re.sub(r"[:\s]", "_", f"{self.folder.name}-python"))
+        self._config = _file_of(config, self._moved, self._beside)
         self._overrides = [*_overrides(keys, self._moved)]
         self.config: Config = config_file.load(self._config, self._overrides)
 
@@ -109,27 +116,29 @@ class Run:
         return self.status
 
     def stop(self) -> None:
-        """Asks the run to save a checkpoint and to end."""
+        """Asks the run to save a checkpoint and to end. Raises RunError if there is none."""
+        if not self._starts():
+            raise RunError(f"{self.folder} is no run that has begun")
         RunFolder(self.folder).stop.touch()
 
     def kill(self) -> None:
-        """Ends the run that this object has started, as Ctrl-C does, without a checkpoint."""
-        if self._program_of_run and self._program_of_run.is_running:
-            self._program_of_run.process.send_signal(signal.SIGINT)
-            self._program_of_run.process.wait()
+        """Ends the run that this object has started, at once, without a checkpoint."""
+        if self._program_of_run:
+            self._program_of_run.end()
 
     @property
     def status(self) -> Status:
         """What the run does at the moment."""
         return read_status(RunFolder(self.folder))
 
-    def metrics(self, kind: str = "update") -> Iterator[dict[str, Any]]:
-        """Yields the lines of metrics.jsonl of a kind (docs/metrics.md), from the first one on, as they are written.
+    def metrics(self, kind: str = "") -> Iterator[dict[str, Any]]:
+        """Yields the lines of metrics.jsonl of a kind (docs/metrics.md), from the first one on, as they are written: by
+        default those of updates, or of steps in supervised modes.
 
         It ends when the run that this object has started does, else with the newest line. What a resumed run does again
         comes again.
         """
-        reader = MetricsReader(RunFolder(self.folder))
+        reader, kind = MetricsReader(RunFolder(self.folder)), kind or self._kind
         running = True
         while running:
             running = self._program_of_run is not None and self._program_of_run.is_running
@@ -159,6 +168,10 @@ class Run:
         self._program("convert", "to-hf", str(found[-1]), str(out), quiet=True).wait()
         return Path(out)
 
+    @property
+    def _kind(self) -> str:
+        return self.config.mode if self.config.is_supervised else "update"
+
     def _starts(self) -> int:
         """Returns how often the run has been started."""
         with suppress(OSError, ConfigError):
@@ -167,24 +180,25 @@ class Run:
 
     def _moved(self, function: Callable) -> str:
         """Returns the import path of a function, for processes of the run."""
-        path, folder = import_path(function, self.folder.with_name(f"{self.folder.name}-functions"))
+        path, folder = import_path(function, self._beside)
         self._paths += [str(folder)] if folder else []
         return path
 
     def _program(self, name: str, *arguments: str, quiet: bool) -> _Program:
-        return _Program(name, arguments, self._paths, quiet)
+        return _Program(name, arguments, self._paths, self._at, quiet)
 
 
 class _Program:
     """A program of the command `areal` that runs. A thread keeps its last lines, and prints all unless `quiet`."""
 
-    def __init__(self, name: str, arguments: Sequence[str], paths: Sequence[str], quiet: bool):
-        """`paths`: further folders of modules."""
+    def __init__(self, name: str, arguments: Sequence[str], paths: Sequence[str], at: Path, quiet: bool):
+        """`paths`: further folders of modules; `at`: the current folder."""
         path = os.pathsep.join([*dict.fromkeys(paths), *filter(None, [os.environ.get("PYTHONPATH")])])
         self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
         self._quiet = quiet
         self.process = subprocess.Popen(
             [sys.executable, "-m", COMMANDS[name].module, *arguments],
+            cwd=at,
             env=os.environ | ({"PYTHONPATH": path} if path else {}),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -214,11 +228,49 @@ class _Program:
         last = (errors or [line for line in self._lines if line] or [f"exit code {code}"])[-1]
         raise (ConfigError if code == _WRONG_INPUT else RunFailed)(last)
 
+    def end(self) -> None:
+        if self.is_running:
+            self.process.terminate()  # a launcher ends all that it has started
+            try:
+                self.process.wait(_END_S)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+
     def _read(self) -> None:
         for line in self.process.stdout:
             self._lines.append(line.rstrip())
             if not self._quiet:
                 print(line, end="", flush=True)
+
+
+def _file_of(config: str | Path | Config, moved: Callable[[Callable], str], folder: Path) -> Path:
+    """Returns the YAML file of a config: its own, or one in `folder`, with import paths in place of functions. Raises
+    ConfigError for what is no key or has no value that a key may have."""
+    if not isinstance(config, Config):
+        return Path(config).absolute()
+    made = copy.deepcopy(config)
+    _move_functions(made, moved, "")
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        config_file.save(made, folder / "config.yaml")
+    except OmegaConfBaseException as e:
+        raise ConfigError(first_line(e)) from None
+    return folder / "config.yaml"
+
+
+def _move_functions(section: Any, moved: Callable[[Callable], str], before: str) -> None:
+    names = [field.name for field in dataclasses.fields(section)]
+    if more := sorted(vars(section).keys() - set(names)):
+        key = f"{before}{more[0]}"
+        raise ConfigError(f"unknown key {key!r}, did you mean {config_file.nearest(key)!r}?")
+    for name in names:
+        value = getattr(section, name)
+        for each in value if isinstance(value, list) else [value]:
+            if dataclasses.is_dataclass(each):
+                _move_functions(each, moved, f"{before}{name}.")
+        if callable(value):
+            setattr(section, name, moved(value))
 
 
 def _overrides(keys: Mapping[str, Any], moved: Callable[[Callable], str], before: str = "") -> Iterator[str]:
@@ -231,10 +283,12 @@ def _overrides(keys: Mapping[str, Any], moved: Callable[[Callable], str], before
             yield f"{name}={moved(value)}"
         elif value is None:
             yield f"{name}="
-        elif isinstance(value, bool | int | float):
+        elif isinstance(value, bool):
             yield f"{name}={json.dumps(value)}"
+        elif isinstance(value, numbers.Real):
+            yield f"{name}={value}"
         elif isinstance(value, str | os.PathLike):
-            yield f"{name}={os.fspath(value)}"
+            yield f"{name}={json.dumps(os.fspath(value), ensure_ascii=False)}"
         else:
             raise ConfigError(f"{name}: must be a text, a number, a function or a section, is {type(value).__name__}")
 

@@ -20,13 +20,14 @@ Message = dict[str, Any]
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _SPEAKERS = {
     **{role: role for role in _ROLES},
-    **{"human": "user", "gpt": "assistant", "observation": "tool", "function_call": "assistant"},
+    **{"human": "user", "gpt": "assistant", "observation": "tool", "function_call": "assistant", "function": "tool"},
 }
 """Whose turn it is in `conversations`, as ShareGPT and LLaMA-Factory have it."""
 _THINKING = ("thinking", "reasoning_content", "reasoning")
 _MARKS = ("weight", "train")
 _FIELDS = ("messages", "conversations")
 _REPLIES = ("response", "completion")
+_ARGUMENTS = ("arguments", "parameters", "args", "input")
 _CALL_IN_TEXT = "<tool_call>"
 """Begins a call in a text of the assistant, as in Hermes' rows."""
 
@@ -44,8 +45,6 @@ class Conversation:
 
 def is_conversation(row: Row) -> bool:
     """Whether a row holds a conversation; else it has a prompt and a response as text."""
-    if isinstance(row.get("response"), str) and row.get("prompt"):
-        return False
     several = isinstance(row.get("prompt"), list) and isinstance(row.get("completion"), list)
     return several or any(row.get(name) is not None for name in _FIELDS)
 
@@ -62,7 +61,9 @@ def conversation_of(row: Row, where: str, turns: str) -> Conversation:
     name = next((name for name in _FIELDS if name in row), "completion")
     if name == "completion":
         before += _messages(row, "prompt", where)
-    own = [*before, *_messages(row, name, where)]
+    said = _messages(row, name, where)
+    own = [*(before if said[:1] != before else []), *said]
+    before = before if said[:1] != before else []
     if name == "messages" and isinstance(row.get("answer"), dict):  # a turn of a longer episode, as τ² data have it
         first, turns = len(own), "all"
         own.append(_message({"role": "assistant", **row["answer"]}, f"{where}: field 'answer'"))
@@ -75,12 +76,14 @@ def conversation_of(row: Row, where: str, turns: str) -> Conversation:
 
 def _reply(row: Row, last: Message, where: str) -> list[Message]:
     """Returns the answer that a row has as a text beside its messages, if these do not end with it."""
-    name = next((name for name in _REPLIES if isinstance(row.get(name), str)), "")
-    if not name or (last["role"] == "assistant" and last["content"].strip() == row[name].strip()):
+    replies = {name: row[name] for name in _REPLIES if isinstance(row.get(name), str) and row[name].strip()}
+    said = {last["content"].strip()} if last["role"] == "assistant" else {*map(str.strip, [*replies.values()][:1])}
+    if other := next((name for name, text in replies.items() if text.strip() not in said), ""):
+        raise ConfigError(f"{where}: field {other!r} has another answer than the row has elsewhere")
+    if last["role"] == "assistant" or not replies:
         return []
-    if last["role"] == "assistant":
-        raise ConfigError(f"{where}: the messages end with the assistant's, and field {name!r} has another answer")
-    return messages_of([{"role": "assistant", "content": row[name]}], name, where)
+    name, text = next(iter(replies.items()))
+    return messages_of([{"role": "assistant", "content": text}], name, where)
 
 
 def messages_of(said: Sequence[Any], name: str, where: str) -> list[Message]:
@@ -92,10 +95,9 @@ def tools_of(row: Row, where: str) -> list[Any] | None:
     """Returns the tools of a row as templates want them: from a list, also as JSON text, of functions with or without
     `type`. Raises ConfigError."""
     said = row.get("tools")
-    if said in (None, "", []):
-        return None
     try:
-        said = parse_json(said) if isinstance(said, str) else said
+        said = parse_json(said) if isinstance(said, str) and said.strip() else said
+        said = [said] if isinstance(said, dict) else said or []
         found = [parse_json(tool) if isinstance(tool, str) else tool for tool in said]
     except (ValueError, TypeError) as e:
         raise ConfigError(f"{where}: field 'tools' is no list of tools: {e}") from None
@@ -182,9 +184,9 @@ def _message(said: Any, place: str) -> Message:
     role = _SPEAKERS.get(speaker) if isinstance(speaker, str) else None
     if role is None:
         raise ConfigError(f"{place} has the role {speaker!r}, expected one of {', '.join(_ROLES)}")
-    calls = said.get("tool_calls")
+    calls = said.get("tool_calls") or said.get("function_call")
     if speaker == "function_call":
-        content, calls = "", _called(content, place)
+        content, calls = "", content
     found = {"role": role, "content": _content(content, place)}
     found |= {key: said[key] for key in ("name", "tool_call_id") if isinstance(said.get(key), str)}
     if role != "assistant":
@@ -193,15 +195,15 @@ def _message(said: Any, place: str) -> Message:
     if not isinstance(thought, str):
         raise ConfigError(f"{place} has thinking that is {type(thought).__name__}, expected text")
     found |= {"thinking": thought} if thought.strip() else {}
-    found |= {"tool_calls": _calls(calls, place)} if calls else {}
-    if not (found["content"].strip() or found.get("thinking") or calls):
+    found |= {"tool_calls": own} if (own := _calls(calls, place)) else {}
+    if not (found["content"].strip() or found.get("thinking") or own):
         raise ConfigError(f"{place} is the assistant's and says nothing")
     return found
 
 
 def _content(said: Any, place: str) -> str:
     if isinstance(said, list):
-        parts = [part.get("text") if isinstance(part, dict) else part for part in said]
+        parts = [_part(part) for part in said]
         if not all(isinstance(part, str) for part in parts):
             raise ConfigError(f"{place} has a part that is no text: only text can be learnt from")
         return "".join(parts)
@@ -210,19 +212,16 @@ def _content(said: Any, place: str) -> str:
     return said or ""
 
 
-def _called(said: Any, place: str) -> Any:
-    """Returns the calls in the text of LLaMA-Factory's function_call."""
-    try:
-        found = parse_json(said) if isinstance(said, str) else said
-    except ValueError as e:
-        raise ConfigError(f"{place} is a call that is not JSON: {e}") from None
-    return found if isinstance(found, list) else [found]
+def _part(said: Any) -> Any:
+    """Returns the text of a part of a content, None if it is none."""
+    return (said.get("text") if said.get("type", "text") == "text" else None) if isinstance(said, dict) else said
 
 
 def _calls(said: Any, place: str) -> list[dict[str, Any]]:
+    """Returns calls from a list, also as JSON text; or from a single one, as LLaMA-Factory and older APIs have it."""
     try:
-        said = parse_json(said) if isinstance(said, str) else said
-        return [_call(call) for call in said]
+        said = parse_json(said) if isinstance(said, str) and said.strip() else said or []
+        return [_call(call) for call in ([said] if isinstance(said, dict) else said or [])]
     except (ValueError, TypeError, KeyError, AttributeError):
         raise ConfigError(
             f"{place}: its tool_calls must be a list of functions with `name`, and `arguments`, an object or JSON text"
@@ -231,8 +230,9 @@ def _calls(said: Any, place: str) -> list[dict[str, Any]]:
 
 def _call(said: Any) -> dict[str, Any]:
     function = said.get("function", said)
-    name, arguments = function["name"], function.get("arguments") or {}
-    arguments = parse_json(arguments) if isinstance(arguments, str) else arguments
+    name = function["name"]
+    arguments = next((function[key] for key in _ARGUMENTS if function.get(key) is not None), None)
+    arguments = (parse_json(arguments or "null") if isinstance(arguments, str) else arguments) or {}
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
         raise ValueError
     call = {"type": "function", "function": {"name": name, "arguments": arguments}}

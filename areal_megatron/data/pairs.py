@@ -144,7 +144,7 @@ def _check_answer(name: str, role: str, where: str) -> None:
 
 def _prompt(row: Row, where: str, whole: bool = True) -> str | Chat:
     """Returns the prompt of a row; only with `whole` its messages must be texts."""
-    name = next((name for name in _PROMPTS if name in row), "prompt")
+    name = next((name for name in _PROMPTS if row.get(name) is not None), "prompt")
     own = {"prompt": row[name]} if name in row else row
     prompt = prompt_of(own, where) if whole else field(own, "prompt", (str, list), where)
     if not row.get("system"):
@@ -155,7 +155,12 @@ def _prompt(row: Row, where: str, whole: bool = True) -> str | Chat:
 def _with_system(row: Row, messages: Chat, where: str) -> Chat:
     if not row.get("system"):
         return messages
-    return [{"role": "system", "content": field(row, "system", (str,), where)}, *messages]
+    system = {"role": "system", "content": field(row, "system", (str,), where)}
+    if messages and messages[0]["role"] == "system":
+        if messages[0]["content"].strip() != system["content"].strip():
+            raise ConfigError(f"{where}: field 'system' and the first message of the conversations differ")
+        return messages
+    return [system, *messages]
 
 
 def _messages(said: str | Chat, name: str, where: str, role: str = "assistant") -> list[Message]:
@@ -181,7 +186,7 @@ def _of_conversations(
             shown = renderer.shown(conversation, where, hidden)
             [last] = conversation.trained
             text = renderer.answer(shown, last, where, by_marks=False)
-            tokenizer.check_shown(shown.messages[:last], text.text, where)
+            tokenizer.check_shown(shown.messages[:last], shown.tools, text.text, where, hidden)
             texts.append((text.text, hidden, text.messages[0]))
         (better, [(begin, _)]), (worse, _) = tokenizer.spans(texts, [where, where], apart=True)
         answers[number] = better[:begin], better[begin:], worse[begin:]

@@ -82,7 +82,8 @@ class ConversationRenderer:
         seen = 0
         for number in conversation.trained:
             new = self.answer(shown, number, where)
-            self._tokenizer.check_shown(shown.messages[seen:number], new.text, where, seen + 1)
+            before = shown.messages[:number]
+            self._tokenizer.check_shown(before, shown.tools, new.text, where, shown.hidden, seen)
             seen = number
             if found and new.text.startswith(found[-1].text):
                 found[-1] = found[-1].continued(new)

@@ -8,7 +8,6 @@ before it was saved. Texts from outside are text, whatever they say (`control_wo
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Sequence
@@ -33,6 +32,8 @@ _NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_
 _MORE_NAMES = ("additional_special_tokens", "extra_special_tokens")
 MOST_TOKENIZER_BYTES = 256 * 2**20
 """Bytes of the largest tokenizer.json that is read; published models' have up to 35 MB."""
+_INSTRUCTING = ("system", "developer")
+"""Roles whose messages templates may drop, or shorten, while the others say the same words."""
 _TAIL = 64
 """So many tokens of a prompt are looked at for how it begins the answer."""
 _OPENED = re.compile(r"(?:(?:</?[A-Za-z_][\w-]*>|\[/?[A-Z][A-Z_]*\])\s*)+\Z")
@@ -236,15 +237,25 @@ class Tokenizer:
         if self._is_rendered(text):
             raise ConfigError(f"{place} is rendered by a chat template already: give the text alone")
 
-    def check_shown(self, messages: Sequence[dict[str, Any]], text: str, place: str, first: int = 1) -> None:
-        """Raises ConfigError if a rendered text does not show a message, as it is or as JSON. Control words are hidden
-        in both. The assistant's messages are left out: templates drop thinking. `first`: the number of the first one.
-        """
-        for number, message in enumerate(messages, first):
-            said = message["content"].strip() if message["role"] != "assistant" else ""
-            if said not in text and json.dumps(said, ensure_ascii=False)[1:-1] not in text:
+    def check_shown(
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[Any] | None,
+        text: str,
+        place: str,
+        hidden: Hidden,
+        begin: int = 0,
+    ) -> None:
+        """Raises ConfigError if the text of messages, in which `hidden` has hidden control words, does not show one of
+        them, from number `begin` on. The assistant's are left out: templates drop thinking."""
+        for number, message in enumerate(messages[begin:], begin):
+            said = message["content"].strip()
+            if message["role"] == "assistant" or (message["role"] not in _INSTRUCTING and said in text):
+                continue
+            marked = [*messages[:number], message | {"content": said + hidden.place}, *messages[number + 1 :]]
+            if said and hidden.place.casefold() not in self.rendered(marked, tools, place).casefold():
                 raise ConfigError(
-                    f"{place}: the chat template of {self._folder} does not show message {number}, of the role "
+                    f"{place}: the chat template of {self._folder} does not show message {number + 1}, of the role "
                     f"{message['role']!r}: say it in another message, or give the model another chat template"
                 )
 
@@ -395,7 +406,7 @@ class Tokenizer:
         shown = [hidden(message, but=may_write.get(message.get("role"), others)) for message in messages]
         text = self.rendered(shown, hidden(tools), place)
         if place:
-            self.check_shown(shown, text, place)
+            self.check_shown(shown, hidden(tools), text, place, hidden)
         return text, hidden
 
     @cached_property

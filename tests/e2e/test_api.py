@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import areal_megatron as areal
@@ -15,6 +16,7 @@ from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.observe.metrics import read_metrics
 from areal_megatron.programs.audit import audit
 from areal_megatron.run.folder import RunError, RunFolder
+from tests.e2e.test_run import small
 
 AFTER = """
 print(run.status.version, run.folder)
@@ -108,4 +110,33 @@ def test_what_is_wrong_is_an_exception_with_one_line(keys, world):
         run.start(quiet=True)
     with pytest.raises(areal.ConfigError, match="has no checkpoint"):
         run.export("unused")
+    with pytest.raises(RunError, match="is no run that has begun"):
+        run.stop()
+    config = areal.load("configs/tiny_sft.yaml", **keys)
+    config.optimizer.ls = 5
+    with pytest.raises(areal.ConfigError, match=r"unknown key 'optimizer\.ls', did you mean 'optimizer\.lr'"):
+        areal.Run(config)
+    config = areal.load("configs/tiny_sft.yaml", **keys)
+    config.updates = "many"
+    with pytest.raises(areal.ConfigError, match="many"):
+        areal.Run(config)
+
+
+def test_texts_stay_as_they_are_and_functions_may_stand_on_a_config(keys, tmp_path):
+    said = {"path": 'a #b: "q" [x] @y\\ ä'}
+    run = areal.Run("configs/tiny_sft.yaml", **keys | {"model": said, "batch_size": np.int64(3), "name": "a:b"})
+    assert run.config.model.path == said["path"] and run.config.batch_size == 3
+    config = areal.load("configs/tiny_cpu.yaml", name="mine", runs_dir=tmp_path)
+    config.reward.function, config.rollout.workflow = small, small
+    assert areal.Run(config).config.reward.function == "tests.e2e.test_run:small"
+    assert config.reward.function is small
+
+
+def test_a_run_is_killed_and_its_steps_are_seen(keys):
+    run = areal.Run("configs/tiny_sft.yaml", **keys | {"updates": 100000})
+    run.start(quiet=True)
+    assert next(run.metrics())["kind"] == "sft"
+    run.kill()
+    with pytest.raises(areal.RunFailed):
+        run.wait(timeout_s=1)
     assert not hasattr(areal, "nothing")

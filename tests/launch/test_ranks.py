@@ -131,7 +131,11 @@ def test_ranks_that_disagree_and_wrong_input_are_one_line_on_every_rank(job, wor
     wrong = job("wrong", 2, *small(world), worlds={1: 3})
     wrong.processes[1].wait(120)
     assert "error: rank 1 has WORLD_SIZE=3, and rank 0 has WORLD_SIZE=2" in wrong.said[1]
-    wrong.processes[0].send_signal(signal.SIGKILL)
+    wrong.processes[0].send_signal(signal.SIGTERM)  # before there is a run
+    assert wrong.processes[0].wait(60) == 75 and not (tmp_path / "wrong").exists()
+
+    nowhere = job("nowhere", 1, *small(world), "machine.host=192.0.2.1")
+    assert nowhere.ended(120) == [2] and "error: machine.host=192.0.2.1: cannot listen on" in nowhere.said[0]
 
     refused = job("refused", 2, *small(world, **{"trainer.pp": 4}))
     assert refused.ended(120) == [2, 2], refused.said

@@ -56,18 +56,75 @@ def elsewhere(path, folder):
 def test_a_function_of_a_notebook_travels_with_what_it_uses(tmp_path):
     here = cell(CELL)["score"]
     path, folder = import_path(here, tmp_path / "my run-functions")
-    assert path == "score_of_my_run_functions:score" and folder == tmp_path / "my run-functions"
+    assert re.fullmatch(r"score_[0-9a-f]{8}:score", path) and folder == tmp_path / "my run-functions"
     there = elsewhere(path, folder)
     for response in ("9 and 16", "", "ab1"):
         assert there("", response, "") == here("", response, "")
     assert there("", "9 16", "") == math.sqrt(25) + 1.5 + 1.0 + 1
 
 
-def test_a_function_that_is_written_again_takes_the_place_of_the_first(tmp_path):
-    for value in (1, 2):
-        path, folder = import_path(cell(f"def score():\n    return {value}\n")["score"], tmp_path)
-        assert elsewhere(path, folder)() == value
-    assert [file.name for file in tmp_path.iterdir()] == [path.partition(":")[0] + ".py"]
+def test_functions_of_one_name_do_not_meet(tmp_path):
+    """One that is written again, and others for other keys."""
+    paths = [import_path(cell(f"def score():\n    return {value}\n")["score"], tmp_path)[0] for value in (1, 2, 1)]
+    assert [elsewhere(path, tmp_path)() for path in paths] == [1, 2, 1] and paths[0] == paths[2]
+
+
+USES = """
+import logging.handlers
+import math as m
+import xml.etree.ElementTree
+from collections import Counter, OrderedDict
+from importlib.util import find_spec
+from math import inf, sqrt
+from random import randint
+from re import IGNORECASE
+
+Local = object()
+K = [inf, (-inf, {"a": {1, 2}}), frozenset(), (1,), (), {}, set()]
+STRICT = re.compile("a+", IGNORECASE)
+
+def plus(a, b=2):
+    return a + b
+
+more = plus
+"""
+
+
+@pytest.mark.parametrize(
+    ("expression", "arguments"),
+    [
+        ("repr([K, k, x])", "x=sqrt(4), *, k=K"),
+        ("more(1) + plus(1, 1)", ""),
+        ("[STRICT.findall('bAa'), IGNORECASE]", ""),
+        ("xml.etree.ElementTree.fromstring('<a/>').tag + logging.handlers.__name__", ""),
+        ("[sqrt(16), m.floor(2.5), randint(3, 3), find_spec('nothing'), Counter('aab')['a'], OrderedDict(a=1)]", ""),
+        ("[f'{sqrt(y)}' for y in (4, 9)] + [(lambda z, w=inf: z < w)(3)]", "a: Local = 3"),
+    ],
+)
+def test_what_functions_use_travels(tmp_path, expression, arguments):
+    score = cell(f"{USES}\ndef score({arguments}):\n    return {expression}\n")["score"]
+    assert elsewhere(*import_path(score, tmp_path))() == score()
+
+
+AROUND = """
+def make(y):
+    def score(k=y):
+        if k:
+            return '''
+y is ''' + str(k)
+    def closed():
+        return y
+    return score, closed
+"""
+
+
+def test_a_default_takes_what_is_around_a_function(tmp_path):
+    score, closed = cell(AROUND)["make"](7)
+    assert elsewhere(*import_path(score, tmp_path))() == "\ny is 7"
+    with pytest.raises(ConfigError, match="closed uses 'y' of the function around it: give it a default, y=y"):
+        import_path(closed, tmp_path)
+    with pytest.raises(ConfigError, match=r"is no function of its module's top level"):
+        import_path(around(), tmp_path)
 
 
 def test_functions_that_call_each_other_travel(tmp_path):
@@ -112,6 +169,13 @@ def around():
         ("score = lambda: 1\n", {}, "must be written with `def`"),
         ("import functools\n@functools.cache\ndef score():\n    return 1\n", {}, "score is no function"),
         (
+            "import enum\nclass A(enum.Enum):\n    B = 1\ndef score(a=A.B):\n    return a\n",
+            {},
+            "score uses 'A', a EnumType",
+        ),
+        ("L = []\nL.append(L)\ndef score():\n    return L\n", {}, "score uses 'L', a list"),
+        ("def one():\n    return 1\nfirst = one\ndef one():\n    return first()\nscore = one\n", {}, "two things that"),
+        (
             "def same(f):\n    return f\n@same\ndef score():\n    return 1\n",
             {},
             "must be written with `def` and without",
@@ -125,10 +189,8 @@ def test_what_cannot_travel_is_refused_in_a_line(tmp_path, text, given, problem)
     assert "\n" not in str(error.value) and not [*tmp_path.iterdir()]
 
 
-def test_a_function_that_has_lost_its_source_or_its_surroundings_is_refused(tmp_path):
+def test_a_function_that_has_lost_its_source_is_refused(tmp_path):
     namespace = {"__name__": "__main__"}
     exec("def score():\n    return 1\n", namespace)
     with pytest.raises(ConfigError, match="score has no source to be found: put it into a module"):
         import_path(namespace["score"], tmp_path)
-    with pytest.raises(ConfigError, match="score uses 'outer' of the function around it"):
-        import_path(around(), tmp_path)

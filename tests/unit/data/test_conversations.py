@@ -139,6 +139,36 @@ FORMS = {
         (1,),
     ),
     "a response beside messages": ({"messages": FOUR[:3], "response": "5"}, FOUR, None, (1, 3)),
+    "a response and a prompt beside messages": (
+        {"prompt": "2+3?", "response": "5", "completion": "", "messages": FOUR},
+        FOUR,
+        None,
+        (1, 3),
+    ),
+    "a system said twice": ({"system": "S", "messages": [SYSTEM, *FOUR[:2]]}, [SYSTEM, *FOUR[:2]], None, (2,)),
+    "function_call, and its result": (
+        {
+            "messages": [
+                USER,
+                {"role": "assistant", "content": None, "function_call": {"name": "add", "arguments": '{"a": 2}'}},
+                {"role": "function", "name": "add", "content": "5"},
+                SUM,
+            ],
+            "tools": "null",
+        },
+        [USER, CALLING, TOLD | {"name": "add"}, SUM],
+        None,
+        (1, 3),
+    ),
+    "arguments by other names, and one tool": (
+        {
+            "messages": [USER, {"role": "assistant", "tool_calls": [{"name": "add", "parameters": {"a": 2}}]}],
+            "tools": TOOLS[0],
+        },
+        [USER, CALLING],
+        TOOLS,
+        (1,),
+    ),
     "the last message once more": ({"messages": FOUR, "completion": "5\n"}, FOUR, None, (1, 3)),
     "TRL, prompt and completion": ({"prompt": FOUR[:3], "completion": [SUM]}, FOUR, None, (3,)),
 }
@@ -178,7 +208,13 @@ def test_marked_messages_alone_are_trained(marks):
         ({"messages": [SYSTEM, USER]}, "no message is the assistant's"),
         (
             {"messages": FOUR, "response": "6"},
-            "the messages end with the assistant's, and field 'response' has another",
+            "field 'response' has another answer than the row has elsewhere",
+        ),
+        ({"messages": FOUR[:3], "response": "5", "completion": "6"}, "field 'completion' has another answer"),
+        ({"messages": [USER, {"role": "assistant", "tool_calls": "[]"}]}, "message 2 of 'messages' is the assistant's"),
+        (
+            {"messages": [USER | {"content": [{"type": "image", "text": "A cat"}]}, HELLO]},
+            "message 1 of 'messages' has",
         ),
         ({"messages": "Hi"}, "field 'messages' is str, expected list"),
         ({"messages": []}, "field 'messages' is empty"),

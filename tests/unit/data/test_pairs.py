@@ -32,6 +32,14 @@ SHAPES = {
         {"system": "Add.", "chosen": [USER, RIGHT], "rejected": [USER, WRONG]},
         [SYSTEM, USER],
     ),
+    "a system said twice": (
+        {"system": "Add.", "prompt": None, "chosen": [SYSTEM, USER, RIGHT], "rejected": [SYSTEM, USER, WRONG]},
+        [SYSTEM, USER],
+    ),
+    "a prompt that is null beside a question": (
+        {"prompt": None, "question": "What is 1+1?", "chosen": "2", "rejected": "3"},
+        "What is 1+1?",
+    ),
     "instruction": ({"instruction": "What is 1+1?", "system": "", "chosen": "2", "rejected": "3"}, "What is 1+1?"),
     "one text": (
         {

@@ -167,6 +167,30 @@ def test_a_message_that_the_chat_template_drops_names_the_line(folder, tmp_path)
         read_prompts(config(folder, train=path), "train", Tokenizer(folder))
 
 
+@pytest.mark.parametrize(
+    "shown",
+    ["m['content'].replace('/no_think', '')", "m['content'] | upper", "m['content'].split() | join(' ')", "m | tojson"],
+)
+def test_a_message_that_the_chat_template_shows_otherwise_is_shown(folder, tmp_path, shown):
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ " + shown + " }}{% endfor %}")
+    asked = [
+        {"role": "system", "content": "Be  a\npirate. /no_think"},
+        {"role": "user", "content": 'Say\n"2" /no_think'},
+    ]
+    path = write(tmp_path, GOOD, {"prompt": asked, "answer": "1"})
+    assert len(read_prompts(config(folder, train=path), "train", Tokenizer(folder))) == 2
+
+
+def test_a_system_that_is_dropped_is_seen_though_others_say_the_same(folder, tmp_path):
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages if m['role'] == 'user' %}{{ m['content'] }}{% endfor %}"
+    )
+    asked = [{"role": "system", "content": "Add"}, {"role": "user", "content": "Add 2"}]
+    path = write(tmp_path, {"prompt": asked, "answer": "1"})
+    with pytest.raises(ConfigError, match=r"data.jsonl:1: the chat template of \S+ does not show message 1"):
+        read_prompts(config(folder, train=path), "train", Tokenizer(folder))
+
+
 def test_messages_without_a_chat_template_are_refused(folder, tmp_path):
     path = write(tmp_path, GOOD, {"prompt": [{"role": "user", "content": "b"}], "answer": "1"})
     with pytest.raises(ConfigError, match=r"data.jsonl:2: the prompt is a list of messages, but the model has no chat"):
