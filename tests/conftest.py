@@ -75,7 +75,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Has files of whole processes take turns with those of unit tests, many of which wait.
 
     Workers of pytest-xdist take files in this order: all at once should neither ask for every core nor for none. The
-    longest files are those of tests/parallel, so they come first, and no worker is left alone with one.
+    longest files are those of tests/parallel, so they come first, and no worker is left alone with one: short ones come
+    last.
     """
     files: dict[Path, list[pytest.Item]] = {}
     for item in items:
@@ -83,7 +84,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     units, wholes = [], []
     for path in files:
         (units if path.is_relative_to(ROOT / "tests" / "unit") else wholes).append(path)
-    places = [(number / len(paths), path) for paths in (wholes[::-1], units) for number, path in enumerate(paths)]
+    spread = ((wholes[::-1], 0.8), (units, 1.0))
+    places = [(share * number / len(paths), path) for paths, share in spread for number, path in enumerate(paths)]
     items[:] = [item for _, path in sorted(places, key=lambda place: place[0]) for item in files[path]]
 
 

@@ -241,7 +241,8 @@ def test_the_same_programs_do_escape_without_a_sandbox(outside, name):
 
 
 def test_workers_stay_healthy_under_hostile_programs(outside):
-    """Two workers score hostile programs as answers of a policy, with a limit of 2 s for each."""
+    """Two workers score hostile programs as answers of a policy, with a limit of 4.8 s for each. The last fifth of the
+    timeout is for ending them, which takes a second where many processes share a core."""
     names = [
         "fork bomb",
         "thread bomb",
@@ -262,7 +263,7 @@ def test_workers_stay_healthy_under_hostile_programs(outside):
     good = Answer("", "```python\nprint(int(input()) ** 2)\n```", tests)
 
     async def scores():
-        pool = RewardWorkers(RewardConfig(function="code", timeout_s=2.5, workers=2))
+        pool = RewardWorkers(RewardConfig(function="code", timeout_s=6, workers=2))
         await pool.start()
         try:
             before = {worker._process.pid for worker in pool._workers}
