@@ -470,12 +470,17 @@ def test_an_update_of_changes_that_fails_is_followed_by_a_whole_one(pools, monke
     assert "out of memory" in error
     looks.clear()
     link.join(2)
-    assert link.update(5, generation=2).changed == 1 and not looks
+
+    def later():
+        """Another rank may look at the version that failed when the update is over."""
+        return [look for look in looks if look[2:] != (4,)]
+
+    assert link.update(5, generation=2).changed == 1 and not later()
     link.assert_committed()
     link.train(stepped(link.tensors, 0.01, seed=5))
     link.update(6, generation=2)
     link.assert_committed()
-    assert looks, "it is tried again"
+    assert later(), "it is tried again"
 
 
 def test_a_link_that_cannot_be_measured_is_named_in_one_line(pools, monkeypatch):
