@@ -21,7 +21,7 @@ from zmq.utils import z85
 from areal_megatron.data.trajectory import BatchPart, decoder, encoder
 from areal_megatron.reshard.session import LinkRef
 from areal_megatron.run.folder import SecretKeys
-from areal_megatron.run.zeromq import SOCKET_OPTIONS
+from areal_megatron.run.zeromq import open_socket
 
 PROTOCOL = 9
 
@@ -231,9 +231,7 @@ class ControllerClient:
     def __init__(self, endpoint: str, keys: SecretKeys, sender: str, timeout_s: float):
         self.endpoint, self.sender, self.timeout_s = endpoint, sender, timeout_s
         self._numbers = itertools.count(1)
-        self._socket = zmq.Context.instance().socket(zmq.DEALER)
-        for option, value in SOCKET_OPTIONS.items():
-            self._socket.setsockopt(option, value)
+        self._socket = open_socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         # ZeroMQ gives a connection up whose other end is no controller; sending would wait for another for ever.
         self._socket.setsockopt(zmq.SNDTIMEO, math.ceil(1000 * timeout_s))

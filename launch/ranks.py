@@ -28,29 +28,23 @@ from areal_megatron.config import Config, ConfigError, config_file
 from areal_megatron.launch import dry_run
 from areal_megatron.launch.supervision import start
 from areal_megatron.launch.supervision.hosts import HostError, Nodes
-from areal_megatron.launch.supervision.node import POLL_S, Supervisor, hello
+from areal_megatron.launch.supervision.node import LAUNCHER_SILENCE, POLL_S, Supervisor, hello
 from areal_megatron.launch.supervision.orders import Alive, Event, Leave, NodeHello, Order, Present
-from areal_megatron.launch.supervision.start import Beginning
 from areal_megatron.launch.supervision.supervise import Outcome, supervise
-from areal_megatron.planning.pools import Node
 from areal_megatron.process.files import read_replaced, write_atomically
 from areal_megatron.process.shown import guard
 from areal_megatron.process.silence import SIGN_S, AwakeClock, Repeater, sign_interval
 from areal_megatron.run.folder import Replaced, RunFolder
 from areal_megatron.run.json_input import read_record
-from areal_megatron.run.network import address, check_network
-from areal_megatron.run.zeromq import SOCKET_OPTIONS
+from areal_megatron.run.network import address
+from areal_megatron.run.zeromq import listen, open_socket
 
 _RETRY_S = 5.0
 """How long a process waits for an answer before it looks whether another launcher has taken the place of the first."""
 _OVER_S = 60.0
 """How long the others may take to end their processes, and to be told the exit code."""
-_MESSAGE_BYTES, _HANDSHAKE_S = 1 << 20, 10
-"""Limits for strangers, and for everybody else."""
 _SILENT_S = 6 * SIGN_S
 """After so long without a sign another process may take a rank's place."""
-_ALONE = 2
-"""A launcher may be silent this many times longer than a supervisor."""
 
 
 class Meeting(msgspec.Struct):
@@ -140,7 +134,7 @@ def _lead(own: Rank, config: Config, options: argparse.Namespace) -> int:
             found = nodes.gather([_name(number) for number in range(own.world)], config.machine.gather_s)
             start.fetch(config, lease.run)
             start.check_input(config)
-            beginning = _check(config, options, found, lease.run)
+            beginning = start.check_nodes(config, found, lease.run, options.python)
             print(beginning.plan.table(), flush=True)
             beginning.begin()
             code = supervise(beginning, nodes, options, lease, term_stops=True)
@@ -159,24 +153,6 @@ def _leave(*_: Any) -> None:
     sys.exit(int(Outcome.STOPPED))
 
 
-def _check(config: Config, options: argparse.Namespace, found: list[NodeHello], run: RunFolder) -> Beginning:
-    """Checks everything. Raises ConfigError."""
-    check_network(config.machine.host, {each.machine for each in found})
-    config.machine.device = start.decide_device(config, {each.supervisor: each.gpus for each in found})
-    if config.machine.device == "cpu":
-        print("the run computes on CPU cores, not on GPUs", flush=True)
-    start.check_packages(config, options.python)
-    slots = config.machine.slots
-    machines = [
-        Node(each.supervisor, tuple(each.gpus[: slots or None]), each.cpus, each.files)
-        if config.machine.device == "cuda"
-        else Node(each.supervisor, tuple(range(slots or each.cpus)), files=each.files)
-        for each in found
-    ]
-    gpu_gib = min(each.gpu_gib for each in found)
-    return start.check(config, machines, gpu_gib=gpu_gib, run=run, python=options.python)
-
-
 class Gathering:
     """The connection of rank 0 to the supervisors of all nodes, its own included. A context manager."""
 
@@ -190,19 +166,14 @@ class Gathering:
         self._rivals: dict[bytes, float] = {}
         """Connections of further processes with a rank that is taken, and when they came."""
         self._using = threading.Lock()
-        self._socket = _socket(zmq.ROUTER)
+        self._socket = open_socket(zmq.ROUTER)
         public, secret = zmq.curve_keypair()
-        self._socket.setsockopt(zmq.MAXMSGSIZE, _MESSAGE_BYTES)
-        self._socket.setsockopt(zmq.HANDSHAKE_IVL, 1000 * _HANDSHAKE_S)
-        self._socket.setsockopt(zmq.CURVE_SERVER, 1)
-        self._socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
         host = address(config.machine.host)
-        place = f"tcp://[{host}]" if ":" in host else f"tcp://{host}"
         try:
-            port = self._socket.bind_to_random_port(place)
+            endpoint = listen(self._socket, host, secret)
         except zmq.ZMQError as e:
             raise ConfigError(f"machine.host={config.machine.host}: cannot listen on {host}: {e}") from None
-        self._meeting = _encode(Meeting(f"{place}:{port}", public.decode()))
+        self._meeting = _encode(Meeting(endpoint, public.decode()))
         self._supervised = ExitStack()
         self._supervisor = self._supervised.enter_context(Supervisor(own.name))
         write_atomically(self._file, self._meeting)
@@ -334,7 +305,7 @@ class Membership:
         if found is None or found == self._meeting:
             return
         self._disconnect()
-        self._meeting, self._socket = found, _socket(zmq.DEALER)
+        self._meeting, self._socket = found, open_socket(zmq.DEALER)
         public, secret = zmq.curve_keypair()
         self._socket.setsockopt(zmq.CURVE_SERVERKEY, found.key.encode())
         self._socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
@@ -343,8 +314,8 @@ class Membership:
 
     def serve(self) -> int:
         """Carries out orders; returns the exit code. Raises HostError if rank 0 is gone."""
-        clock = AwakeClock(_ALONE * self._silence_s)
-        heard, longest_s = clock.now(), _ALONE * self._silence_s
+        clock = AwakeClock(LAUNCHER_SILENCE * self._silence_s)
+        heard, longest_s = clock.now(), LAUNCHER_SILENCE * self._silence_s
         with self._alive, Supervisor(self._name) as supervisor:
             while clock.now() < heard + longest_s:
                 with self._using:
@@ -392,13 +363,6 @@ class Membership:
 
     def __exit__(self, *_: Any) -> None:
         self._disconnect()
-
-
-def _socket(kind: int) -> zmq.Socket:
-    made = zmq.Context.instance().socket(kind)
-    for option, value in SOCKET_OPTIONS.items():
-        made.setsockopt(option, value)
-    return made
 
 
 if __name__ == "__main__":

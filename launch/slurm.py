@@ -32,16 +32,14 @@ from areal_megatron.launch import dry_run
 from areal_megatron.launch.supervision import node, start
 from areal_megatron.launch.supervision.hosts import HostError, Nodes
 from areal_megatron.launch.supervision.lease import Lease
-from areal_megatron.launch.supervision.orders import Event, Leave, NodeHello, Order, Present
+from areal_megatron.launch.supervision.orders import Event, Leave, Order, Present
 from areal_megatron.launch.supervision.start import Beginning
 from areal_megatron.launch.supervision.supervise import Outcome, supervise
-from areal_megatron.planning.pools import Node
 from areal_megatron.process.files import read_replaced, write_atomically
 from areal_megatron.process.shown import guard
 from areal_megatron.process.silence import Repeater, sign_interval
 from areal_megatron.run.folder import Replaced, RunFolder
 from areal_megatron.run.json_input import read_record
-from areal_megatron.run.network import check_network
 
 _POOLS = ("trainer", "rollout")
 _CLIENT_TIMEOUT_S = 60.0
@@ -131,16 +129,7 @@ def _check(
     """Waits for the job's nodes and checks everything; `run`: None if nothing is to be started. Raises ConfigError or
     HostError."""
     found = nodes.gather(job.names, config.machine.gather_s)
-    check_network(config.machine.host, {hello.machine for hello in found})
-    config.machine.device = start.decide_device(config, {hello.supervisor: hello.gpus for hello in found})
-    if config.machine.device == "cpu":
-        print("the run computes on CPU cores, not on GPUs", flush=True)
-    start.check_packages(config, options.python)
-    everyone = [describe(hello, config) for hello in found]
-    trainers = [own for own, hello in zip(everyone, found, strict=True) if hello.pool != "rollout"]
-    engines = [own for own, hello in zip(everyone, found, strict=True) if hello.pool == "rollout"]
-    gpu_gib = min(hello.gpu_gib for hello in found)
-    return start.check(config, trainers, engines, gpu_gib=gpu_gib, run=run, python=options.python)
+    return start.check_nodes(config, found, run, options.python)
 
 
 class Job(msgspec.Struct):
@@ -195,13 +184,6 @@ def expand(nodes: str) -> list[str]:
     if not names or any("[" in name or "]" in name for name in names):  # scontrol repeats what it cannot read
         raise ConfigError(f"the node list {nodes!r} is malformed")
     return names
-
-
-def describe(hello: NodeHello, config: Config) -> Node:
-    """Returns the node with the slots that the config uses; machine.device must be decided."""
-    if config.machine.device != "cuda":
-        return Node(hello.supervisor, tuple(range(config.machine.slots or hello.cpus)), files=hello.files)
-    return Node(hello.supervisor, tuple(hello.gpus[: config.machine.slots or None]), hello.cpus, hello.files)
 
 
 class Srun:

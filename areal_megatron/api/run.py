@@ -73,8 +73,8 @@ class Run:
         self._program_of_run: _Program | None = None
         self._at = Path.cwd()
         with tempfile.TemporaryDirectory(prefix="areal-") as folder:
-            file = _file_of(config, lambda function: f"of:{function.__name__}", Path(folder))
-            plain = config_file.load(file, [*_overrides(keys, lambda function: f"of:{function.__name__}")])
+            file = _file_of(config, _placeholder, Path(folder))
+            plain = config_file.load(file, [*_overrides(keys, _placeholder)])
         self.folder = (self._at / plain.run_dir).absolute()
         """Where the run is, or will be."""
         self._beside = self.folder.with_name(re.sub(r"[:\s]", "_", f"{self.folder.name}-python"))
@@ -291,6 +291,11 @@ def _overrides(keys: Mapping[str, Any], moved: Callable[[Callable], str], before
             yield f"{name}={json.dumps(os.fspath(value), ensure_ascii=False)}"
         else:
             raise ConfigError(f"{name}: must be a text, a number, a function or a section, is {type(value).__name__}")
+
+
+def _placeholder(function: Callable) -> str:
+    """Returns a path for as long as it is not known where the run is, and so what stands beside it."""
+    return f"of:{function.__name__}"
 
 
 def _unmoved(function: Callable) -> str:

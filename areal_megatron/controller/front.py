@@ -22,16 +22,13 @@ from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
 from areal_megatron.process.shown import guard
-from areal_megatron.protocol import SOCKET_OPTIONS, public_key
+from areal_megatron.protocol import public_key
 from areal_megatron.run import descriptors
 from areal_megatron.run.folder import RunError, SecretKeys
+from areal_megatron.run.zeromq import HANDSHAKE_S, listen, open_socket
 
 log = logging.getLogger(__name__)
 
-HANDSHAKE_S = 1
-"""How long a connection may take to show the trainers' key. One that took longer tries again by itself."""
-MESSAGE_BYTES = 2**20
-"""The longest message that trainers may send: numbers, links or the text of an error. Batches go the other way."""
 _IO_THREADS = 4
 """One encrypts about 0.5 GB/s; connections are spread over them."""
 _START_S = 60
@@ -116,20 +113,13 @@ def pass_on(orders: Orders, over: int) -> None:
     context = zmq.Context(io_threads=_IO_THREADS)
     asked, events = context.socket(zmq.REP), context.socket(zmq.PAIR)
     asked.bind(_ASKED)  # before clients come: with nobody to ask, libzmq lets in all who know the controller's key
-    outer, inner = context.socket(zmq.ROUTER), context.socket(zmq.DEALER)
+    outer, inner = open_socket(zmq.ROUTER, context), context.socket(zmq.DEALER)
     inner.set_hwm(0)  # every trainer waits for the answer to its message before it sends another
     inner.connect(orders.inner)
-    for option, value in SOCKET_OPTIONS.items():
-        outer.setsockopt(option, value)
     outer.setsockopt(zmq.LINGER, _LINGER_S * 1000)  # the answer to the last message still goes out
-    outer.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES)
-    outer.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_S * 1000)
-    outer.setsockopt(zmq.CURVE_SERVER, 1)
-    outer.setsockopt(zmq.CURVE_SECRETKEY, orders.secret)
     outer.monitor(_EVENTS, zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
     events.connect(_EVENTS)
-    place = f"tcp://[{orders.host}]" if ":" in orders.host else f"tcp://{orders.host}"
-    inner.send_string(f"{place}:{outer.bind_to_random_port(place)}")
+    inner.send_string(listen(outer, orders.host, orders.secret))
 
     strangers, poller = _Strangers(), zmq.Poller()
     for source in (asked, events, outer, inner, over):

@@ -62,8 +62,8 @@ def conversation_of(row: Row, where: str, turns: str) -> Conversation:
     if name == "completion":
         before += _messages(row, "prompt", where)
     said = _messages(row, name, where)
-    own = [*(before if said[:1] != before else []), *said]
     before = before if said[:1] != before else []
+    own = [*before, *said]
     if name == "messages" and isinstance(row.get("answer"), dict):  # a turn of a longer episode, as τ² data have it
         first, turns = len(own), "all"
         own.append(_message({"role": "assistant", **row["answer"]}, f"{where}: field 'answer'"))
@@ -220,7 +220,7 @@ def _part(said: Any) -> Any:
 def _calls(said: Any, place: str) -> list[dict[str, Any]]:
     """Returns calls from a list, also as JSON text; or from a single one, as LLaMA-Factory and older APIs have it."""
     try:
-        said = parse_json(said) if isinstance(said, str) and said.strip() else said or []
+        said = parse_json(said) if isinstance(said, str) and said.strip() else said
         return [_call(call) for call in ([said] if isinstance(said, dict) else said or [])]
     except (ValueError, TypeError, KeyError, AttributeError):
         raise ConfigError(

@@ -44,7 +44,7 @@ from areal_megatron.process.silence import AwakeClock, Repeater, sign_interval
 from areal_megatron.run import descriptors
 
 POLL_S = 0.1
-_LAUNCHER_SILENCE = 2
+LAUNCHER_SILENCE = 2
 """A launcher may be silent this many times longer than a supervisor: it is the one that decides who is lost."""
 _STRANDED_LOOK_S = 5.0
 _STRANDED_LONGEST_S = 1800.0
@@ -115,7 +115,7 @@ def main() -> int:
     _say(hello(name, options.pool))
     alive = Repeater(lambda: _say(Alive(name)), sign_interval(options.silence_s))
     with alive, Supervisor(name) as supervisor:
-        dismissed = follow(supervisor, _orders(), _LAUNCHER_SILENCE * options.silence_s)
+        dismissed = follow(supervisor, _orders(), LAUNCHER_SILENCE * options.silence_s)
     if not dismissed and "SLURM_JOB_ID" in os.environ:
         requeue_stranded_job()
     return 0

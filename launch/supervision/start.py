@@ -28,6 +28,7 @@ from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.engine import served
 from areal_megatron.hub import hub
 from areal_megatron.launch.supervision.lease import Lease
+from areal_megatron.launch.supervision.orders import NodeHello
 from areal_megatron.model_check import check_model, check_published
 from areal_megatron.models.architecture import read_config
 from areal_megatron.observe.trackers import check_trackers
@@ -41,6 +42,7 @@ from areal_megatron.reward.trial import try_rewards
 from areal_megatron.run import descriptors, gpu_settings, versions
 from areal_megatron.run.arguments import Parser, count
 from areal_megatron.run.folder import RunFolder
+from areal_megatron.run.network import check_network
 from areal_megatron.workflows.trial import try_workflows
 from areal_megatron.workflows.workflow import check_workflow
 
@@ -158,6 +160,30 @@ def _writing(run: RunFolder) -> Iterator[None]:
         yield
     except OSError as e:  # as of a full disk
         raise ConfigError(f"runs_dir: {run.folder} cannot be written: {e.strerror or e}") from e
+
+
+def check_nodes(
+    config: Config, found: Sequence[NodeHello], run: RunFolder | None, python: Mapping[str, Sequence[str]]
+) -> Beginning:
+    """Checks everything on nodes whose supervisors have said what they have; the arguments are as for check. Raises
+    ConfigError."""
+    check_network(config.machine.host, {hello.machine for hello in found})
+    config.machine.device = decide_device(config, {hello.supervisor: hello.gpus for hello in found})
+    if config.machine.device == "cpu":
+        print("the run computes on CPU cores, not on GPUs", flush=True)
+    check_packages(config, python)
+    trainers, engines = (
+        [describe(hello, config) for hello in found if (hello.pool == "rollout") is of_engines]
+        for of_engines in (False, True)
+    )
+    return check(config, trainers, engines, min(hello.gpu_gib for hello in found), run, python)
+
+
+def describe(hello: NodeHello, config: Config) -> Node:
+    """Returns the node with the slots that the config uses; machine.device must be decided."""
+    if config.machine.device != "cuda":
+        return Node(hello.supervisor, tuple(range(config.machine.slots or hello.cpus)), files=hello.files)
+    return Node(hello.supervisor, tuple(hello.gpus[: config.machine.slots or None]), hello.cpus, hello.files)
 
 
 def check(

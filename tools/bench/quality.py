@@ -23,7 +23,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, median
 
@@ -125,9 +125,10 @@ def make_base(folder: Path, task: Task) -> None:
     rows = [{"prompt": prompt, "answer": answer} for prompt, answer in prompts.items()]
     for name, lines in (("sft.jsonl", corpus), ("train.jsonl", rows)):
         (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    settings = [f"model.path={folder / 'model'}", f"data.train={folder / 'sft.jsonl'}", f"updates={task.warm_up}"]
-    run([sys.executable, "-m", "areal_megatron.launch.local", "configs/tiny_sft.yaml", f"runs_dir={folder}", "name=sft",
-         f"seed={BASE_SEED}", *settings], folder / "sft.log", threads=1)  # fmt: skip
+    command = [sys.executable, "-m", "areal_megatron.launch.local", "configs/tiny_sft.yaml"]
+    keys = [f"runs_dir={folder}", "name=sft", f"seed={BASE_SEED}", f"updates={task.warm_up}"]
+    rows = [f"model.path={folder / 'model'}", f"data.train={folder / 'sft.jsonl'}"]
+    run([*command, *keys, *rows], folder / "sft.log", threads=1)
 
 
 def run(command: Sequence[str | Path], log: Path, threads: int, path: str = str(ROOT)) -> None:
@@ -298,7 +299,7 @@ def main() -> None:
     options = parser.parse_args()
     out, task = new_folder("quality", options.out), TASKS[options.task]
     if options.updates:
-        task = Task(task.ask, task.target, task.warm_up, options.updates, task.max_prompt_tokens, task.max_new_tokens)
+        task = replace(task, updates=options.updates)
     kept = (options.base or out).absolute()
     kept.mkdir(parents=True, exist_ok=True)
     install_trl(kept / "trl")

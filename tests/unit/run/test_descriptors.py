@@ -9,7 +9,6 @@ import pytest
 
 from areal_megatron.config import Config, ConfigError, DataConfig, ModelConfig, RolloutConfig
 from areal_megatron.config.config_file import save
-from areal_megatron.launch import slurm
 from areal_megatron.launch.supervision import start
 from areal_megatron.launch.supervision.orders import NodeHello
 from areal_megatron.planning.pools import Node, allocate
@@ -95,7 +94,7 @@ def test_the_limit_that_counts_is_that_of_the_controllers_node():
     hellos = [NodeHello(f"n{n}", [], 0, 4, "m", files=files) for n, files in enumerate((4096, 1024))]
     made = config(workflow="multi_turn", turns=2)
     made.machine.device = "cpu"
-    nodes = [slurm.describe(hello, made) for hello in hellos]
+    nodes = [start.describe(hello, made) for hello in hellos]
     start.check_open_files(made, allocate(made, nodes))
     with pytest.raises(ConfigError, match=r"rollout\.max_running: .* allows 1,024; raise the hard limit"):
         start.check_open_files(made, allocate(made, nodes[::-1]))
