@@ -30,33 +30,50 @@ suppress_warnings = [
 ]
 
 CONTENTS = {
-    "Tutorials": [
+    "Start": [
+        "start",
         "tutorials/laptop",
-        "tutorials/slurm",
         "tutorials/reward",
         "tutorials/workflow",
+        "tutorials/slurm",
         "tutorials/model_family",
+        "coming_from",
+        "troubleshooting",
     ],
-    "Using it": [
+    "Guides": [
         "data",
-        "algorithms",
-        "supervised",
         "rewards",
         "workflows",
+        "served",
+        "algorithms",
+        "staleness",
+        "supervised",
+        "adapters",
+        "watching",
         "metrics",
         "evaluation",
-        "checkpoints",
         "trajectories",
         "launching",
-        "python",
-        "scale",
         "operations",
+        "checkpoints",
+        "scale",
+        "sites",
+        "python",
         "published_runs",
     ],
-    "Reference": ["keys", "commands", "options", "coming_from", "troubleshooting"],
-    "How it works": ["design", "packing", "resharding", "hardware", "staleness", "measurements"],
+    "Reference": [
+        "keys",
+        "commands",
+        "options",
+        "design",
+        "packing",
+        "resharding",
+        "hardware",
+        "adding_a_family",
+        "measurements",
+    ],
 }
-"""Heading → pages of docs/; what is not listed comes at the end of the second."""
+"""Heading → pages of docs/, as README.md groups them; what is not listed comes at the end of the second."""
 
 
 def _add_contents(app, name, source):
@@ -64,7 +81,7 @@ def _add_contents(app, name, source):
         return
     listed = {page for pages in CONTENTS.values() for page in pages}
     others = {page.removeprefix("docs/") for page in app.env.found_docs if page.startswith("docs/")} - listed
-    sections = {**CONTENTS, "Using it": [*CONTENTS["Using it"], *sorted(others)]}
+    sections = {**CONTENTS, "Guides": [*CONTENTS["Guides"], *sorted(others)]}
     blocks = {title: [f"docs/{page}" for page in pages] for title, pages in sections.items()}
     blocks["Examples"] = sorted(page for page in app.env.found_docs if page.startswith("examples/"))
     blocks["The project"] = ["CONTRIBUTING", "CHANGELOG", "RELEASING", "SECURITY"]
