@@ -4,10 +4,12 @@
     areal evaluate MODEL DATA [--n 8] [--k 1,8] [--temperature 1] [--top-p 1] [--top-k 0]
                                       [--max-new-tokens N] [--reward FUNCTION] [--seed 1] [--device auto] [--tp 1]
                                       [--base MODEL] [--vllm FLAG=VALUE …] [--out FOLDER] [--pass-rates FILE.jsonl]
+    areal evaluate MODEL DATA --adapters FOLDER …     the model and adapters of it, side by side
 
 MODEL is a Hugging Face folder or a name on the hub, or PEFT's folder of an adapter, whose base is --base or what its
 config names; DATA whatever data.train of a run may be (docs/data.md). Starts one vLLM engine, asks it n times for each
-item and writes OUT/answers.jsonl as answers come, and OUT/result.json at the end.
+item and writes OUT/answers.jsonl as answers come, and OUT/result.json at the end. With --adapters the engine serves all
+of them, and the model itself, at the same time; each has such files in a folder of OUT.
 The same command with the same OUT resumes an evaluation that was interrupted. Exit code 0: done, 1: the engine failed,
 2: wrong input, 130: interrupted.
 """
@@ -31,7 +33,6 @@ from typing import Any
 
 import msgspec
 
-from areal_megatron.checkpoint import peft
 from areal_megatron.config import (
     Config,
     ConfigError,
@@ -44,9 +45,20 @@ from areal_megatron.controller.environment import Environment, Environments
 from areal_megatron.data.files import fetch, file_names, records
 from areal_megatron.data.prompts import Prompt, no_problems, read_prompts
 from areal_megatron.data.tokenizer import Tokenizer
+from areal_megatron.engine.adapters import BASE, Named, told
 from areal_megatron.engine.client import EngineError
+from areal_megatron.engine.environment import ADAPTERS
+from areal_megatron.launch import comparison
+from areal_megatron.launch.comparison import Model, differences
 from areal_megatron.launch.engines import slots
-from areal_megatron.launch.evaluation_config import config_of, config_of_run, find_model, first_given, run_of
+from areal_megatron.launch.evaluation_config import (
+    config_of,
+    config_of_run,
+    find_models,
+    first_given,
+    run_of,
+    say,
+)
 from areal_megatron.launch.local import device_of
 from areal_megatron.launch.supervision.failure import Failure
 from areal_megatron.launch.supervision.hosts import Here
@@ -77,14 +89,18 @@ _PROGRESS_S = 5.0
 _POLL_S = 0.2
 _LENGTH = "--max-new-tokens:"
 _ENGINE = engine_name(0)
+Folders = Mapping[Model, Folder]
+"""The folder of each model."""
 
 
 class OfflineEvaluation:
-    """An evaluation of one model by one engine of its own. Raises ConfigError for whatever cannot work."""
+    """An evaluation of one model, or of several adapters beside it, by one engine of its own. Raises ConfigError for
+    whatever cannot work."""
 
     def __init__(self, options: argparse.Namespace):
         self.run_folder = run_of(options)
-        self.config = config_of_run(options, self.run_folder) if self.run_folder else config_of(options)
+        self.models = [Model()] if self.run_folder else find_models(options)
+        self.config = config_of_run(options, self.run_folder) if self.run_folder else config_of(options, self.models)
         self.config.machine.device = device_of(self.config)
         self.tokenizer = Tokenizer(self.config.model.path, untried=True)
         problems_of = problem_with_answers if self.run_folder and not options.data else no_problems
@@ -95,11 +111,9 @@ class OfflineEvaluation:
             if options.max_new_tokens is None:
                 self._fit_length(longest)
         check_model(self.config, trains=False)
-        if self.config.lora.start:
-            peft.open_start(self.config, read_config(self.config.model.path)).close()
         check_for_device(self.config)
         for line in check_options(self.config, python={}):
-            _say(f"warning: {line}")
+            say(f"warning: {line}")
         self.n, own = self.config.eval.n, self.config.eval
         self.decoding = Decoding(own.temperature, own.top_p, own.top_k)
         self.ks = options.k or sorted({1, self.n})
@@ -132,7 +146,7 @@ class OfflineEvaluation:
             if len(prompt.tokens) <= own.data.max_prompt_tokens:
                 found.append(replace(prompt, environment=places[key]))
         if too_long := len(prompts) - len(found):
-            _say(f"{too_long} prompts are longer than data.max_prompt_tokens, and are not asked, as in the run")
+            say(f"{too_long} prompts are longer than data.max_prompt_tokens, and are not asked, as in the run")
         return found
 
     def _check_rewards(self) -> None:
@@ -147,14 +161,18 @@ class OfflineEvaluation:
         for number, kind in enumerate(self.kinds):
             check_workflow(kind)
             own = [replace(prompt, environment=0) for prompt in self.prompts if prompt.environment == number]
-            try_rewards(kind, own, _say)
-            try_workflows(kind, own, _say)
+            try_rewards(kind, own, say)
+            try_workflows(kind, own, say)
 
     @property
-    def settings(self) -> dict[str, object]:
-        """The settings on which answers depend, apart from the order in which an engine happens to batch them; and
-        where the rows are."""
-        config = self.config
+    def adapters(self) -> list[Named]:
+        """What the engine serves beside the model itself."""
+        return [model.adapter for model in self.models if model.adapter]
+
+    def settings(self, model: Model) -> dict[str, object]:
+        """Returns the settings on which answers of a model depend, apart from the order in which an engine happens to
+        batch them; and where the rows are."""
+        config, adapter = self.config, model.adapter.folder if model.adapter else None
         items = [[prompt.digest.hex(), self.kinds[prompt.environment].reward.function] for prompt in self.prompts]
         tokenizer, template = self.tokenizer.digests
         return {
@@ -162,8 +180,8 @@ class OfflineEvaluation:
             "tokenizer": tokenizer,
             "template": template,
             "model_files": files_digest(Path(config.model.path)),
-            "adapter": config.lora.start or None,
-            "adapter_files": files_digest(Path(config.lora.start)) if config.lora.start else None,
+            "adapter": adapter,
+            "adapter_files": files_digest(Path(adapter)) if adapter else None,
             "data": ",".join(own.data.eval for own in config.by_environment() if own.data.eval),
             "rewards": sorted({kind.reward.function for kind in self.kinds}),
             "rows": digest(items),
@@ -181,14 +199,20 @@ class OfflineEvaluation:
         names = file_names(self.config, "eval")
         return {prompt.id: names[prompt.source] for prompt in self.prompts}
 
-    def missing(self, folder: Folder) -> list[tuple[Prompt, int]]:
-        """Returns (item, number of its sample) of all missing answers, the samples of an item in a row."""
-        asked = ((prompt, sample) for prompt in self.prompts for sample in range(self.n))
-        return [(prompt, sample) for prompt, sample in asked if (prompt.id, sample) not in folder.answers]
+    def missing(self, folders: Folders) -> list[tuple[Model, Prompt, int]]:
+        """Returns (model, item, number of its sample) of all missing answers: all to an item in a row, whichever model
+        gives them, so that the engine has requests of all models at the same time."""
+        return [
+            (model, prompt, sample)
+            for prompt in self.prompts
+            for model in self.models
+            for sample in range(self.n)
+            if (prompt.id, sample) not in folders[model].answers
+        ]
 
-    async def run(self, child: Child, run: RunFolder, folder: Folder) -> None:
-        """Runs until every answer is in the folder. Raises EngineError, RunError or ConfigError."""
-        log_file = folder.path / "rewards.log"
+    async def run(self, child: Child, run: RunFolder, folders: Folders) -> None:
+        """Runs until every answer is in its folder. Raises EngineError, RunError or ConfigError."""
+        log_file = run.folder.parent / "rewards.log"
         environments = Environments(self.kinds, output=log_file)
         try:
             await environments.start()
@@ -197,8 +221,9 @@ class OfflineEvaluation:
                 async with serving(self.config, run) as engine:
                     silent_s, stuck_s = self.config.rollout.silence_s, self.config.machine.peer_timeout_s
                     background.append(group.create_task(engine.watch(stuck_s, silent_s)))
-                    background.append(group.create_task(_progress(engine, folder, self.n * len(self.prompts))))
-                    await self._ask(engine, environments.all, folder)
+                    total = self.n * len(self.prompts) * len(self.models)
+                    background.append(group.create_task(_progress(engine, [*folders.values()], total)))
+                    await self._ask(engine, environments.all, folders)
                     for task in background:
                         task.cancel()
         finally:
@@ -207,33 +232,40 @@ class OfflineEvaluation:
 
     def _tell_rewards(self, environments: Environments, log_file: Path) -> None:
         if refused := environments.refused:
-            _say(f"{refused} answers were not worked out, or several at once, and count as wrong (docs/rewards.md)")
+            say(f"{refused} answers were not worked out, or several at once, and count as wrong (docs/rewards.md)")
         if failed := environments.failures:
-            _say(
+            say(
                 f"warning: the rewards of {failed} answers failed, the first ones are named above, what they print is "
                 f"in {log_file}: they are left out; the same command with the same --out asks for them again"
             )
 
-    async def _ask(self, engine: Engine, environments: Sequence[Environment], folder: Folder) -> None:
-        queue, most = iter(self.missing(folder)), self.config.rollout.max_running
+    async def _ask(self, engine: Engine, environments: Sequence[Environment], folders: Folders) -> None:
+        queue, most = iter(self.missing(folders)), self.config.rollout.max_running
         running = asyncio.Semaphore(most)
 
         async def ask_in_turn() -> None:
-            for prompt, sample in queue:
-                answer = await self._answer(engine, environments[prompt.environment], running, prompt, sample)
+            for model, prompt, sample in queue:
+                adapter = model.adapter.name if model.adapter else ""
+                answer = await self._answer(engine, adapter, environments[prompt.environment], running, prompt, sample)
                 if answer is not None:
-                    folder.add(answer)
+                    folders[model].add(answer)
 
         async with asyncio.TaskGroup() as group:  # twice as many, so that no engine waits for scoring
             for _ in range(2 * most):
                 group.create_task(ask_in_turn())
 
     async def _answer(
-        self, engine: Engine, environment: Environment, running: asyncio.Semaphore, prompt: Prompt, sample: int
+        self,
+        engine: Engine,
+        adapter: str,
+        environment: Environment,
+        running: asyncio.Semaphore,
+        prompt: Prompt,
+        sample: int,
     ) -> Sampled | None:
         """Returns the answer with its score; None if its reward failed."""
         seed = sampling_seed(self.config.seed, "eval", prompt.id) + sample
-        spec = EpisodeSpec(prompt, 0, f"item-{prompt.id}-{sample}", seed, "eval")
+        spec = EpisodeSpec(prompt, 0, f"{adapter or 'item'}-{prompt.id}-{sample}", seed, "eval")
         await running.acquire()
         engine.occupy(1)
         with contextlib.ExitStack() as slot:
@@ -245,6 +277,7 @@ class OfflineEvaluation:
                 self.tokenizer.stop_tokens,
                 cache_salt=None,
                 decoding=self.decoding,
+                adapter=adapter,
                 sampled=lambda _: slot.close(),
             )
             (ended,) = await environment.runner.sample(sampling, spec, 1)
@@ -326,19 +359,21 @@ def _rows(result: dict[str, Any], n: int) -> list[str]:
     ]
 
 
-def fill(evaluation: OfflineEvaluation, folder: Folder) -> None:
-    """Runs an engine until all answers are in the folder. Raises EngineError, RunError or ConfigError."""
-    config, run = evaluation.config, RunFolder(folder.path / "engine")
+def fill(evaluation: OfflineEvaluation, out: Path, folders: Folders) -> None:
+    """Runs an engine until all answers are in their folders. Raises EngineError, RunError or ConfigError."""
+    config, run = evaluation.config, RunFolder(out / "engine")
     own = slots(config, 1)[0]
     shutil.rmtree(run.folder, ignore_errors=True)  # left by an evaluation that was killed
     run.create()
     config_file.save(config, run.config)
     here = socket.gethostname()
     process = Process(_ENGINE, "rollout", 0, here, tuple(Slot(here, index) for index in own))
-    _say(f"starting {_ENGINE}; its log: {run.log(_ENGINE)}")
+    say(f"starting {_ENGINE}; its log: {run.log(_ENGINE)}")
     with Here() as host:
-        host.start(start_order(config, run, process, host.supervisor(process)))
-        asyncio.run(evaluation.run(host.by_name[_ENGINE], run, folder))
+        order = start_order(config, run, process, host.supervisor(process))
+        order.settings[ADAPTERS] = told(evaluation.adapters)
+        host.start(order)
+        asyncio.run(evaluation.run(host.by_name[_ENGINE], run, folders))
 
 
 @asynccontextmanager
@@ -367,26 +402,23 @@ async def watch(child: Child, code: int | None = None) -> None:
         return
     failure = Failure.of(child)
     *last_lines, problem = failure.text.split("\n")
-    _say("\n".join(last_lines))
+    say("\n".join(last_lines))
     raise (ConfigError if failure.is_refusal else EngineError)(problem.removeprefix("error: "))
 
 
-async def _progress(engine: Engine, folder: Folder, total: int) -> None:
-    begin, before = time.monotonic(), len(folder.answers)
+async def _progress(engine: Engine, folders: Sequence[Folder], total: int) -> None:
+    begin, before = time.monotonic(), sum(len(folder.answers) for folder in folders)
     while True:
         await asyncio.sleep(_PROGRESS_S)
-        done = len(folder.answers)
+        answers = [answer for folder in folders for answer in folder.answers.values()]
+        done = len(answers)
         left = (
             f", about {(total - done) * (time.monotonic() - begin) / (done - before):.0f} s left"
             if done > before
             else ""
         )
-        right = f", {sum(answer.correct for answer in folder.answers.values()) / done:.1%} correct" if done else ""
-        _say(f"{done} of {total} answers{right}, {engine.tokens_per_s:,.0f} tokens/s{left}")
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+        right = f", {sum(answer.correct for answer in answers) / done:.1%} correct" if done else ""
+        say(f"{done} of {total} answers{right}, {engine.tokens_per_s:,.0f} tokens/s{left}")
 
 
 def _silence_libraries() -> None:
@@ -409,7 +441,6 @@ def _in_options(problem: str) -> str:
     """Returns an error about a config in the words of this program's options."""
     for key, option in (
         ("model.path: ", ""),
-        ("lora.start: ", ""),
         ("reward.function: ", "--reward: "),
         ("rollout.vllm.", "--vllm "),
         ("rollout.max_new_tokens:", _LENGTH),
@@ -472,7 +503,13 @@ def _parser() -> Parser:
         metavar="FLAG=VALUE",
         help="an option of vLLM, as rollout.vllm, e.g. kv_cache_dtype=fp8; may be repeated",
     )
-    parser.set_defaults(adapter="")  # find_model finds it
+    parser.add_argument(
+        "--adapters",
+        nargs="+",
+        default=[],
+        metavar="FOLDER",
+        help="adapters of MODEL, PEFT's folders or on the hub, to evaluate side by side with it, in one engine",
+    )
     parser.add_argument("--out", type=Path, help="new folder, or one to resume; default: runs/evaluation-N")
     parser.add_argument(
         "--pass-rates",
@@ -515,36 +552,64 @@ def main(arguments: list[str] | None = None) -> int:
         if not run_of(options):
             if not options.data:
                 raise ConfigError("DATA missing: areal evaluate MODEL DATA; the folder of a run brings its own")
-            find_model(options)
-        elif options.base:
-            raise ConfigError(f"--base: {options.model} is a run, which has its model; leave it out")
+        elif options.base or options.adapters:
+            given = "--base" if options.base else "--adapters"
+            raise ConfigError(f"{given}: {options.model} is a run, which has its model; leave it out")
+        if options.adapters and options.pass_rates:
+            raise ConfigError("--pass-rates: are those of one model; leave it out, or --adapters")
         options.data = options.data and fetch(options.data, "DATA")
         evaluation = OfflineEvaluation(options)
         if options.pass_rates and evaluation.config.environments:
             raise ConfigError("--pass-rates: the run has several environments, name the DATA of one")
         out = options.out or new_folder("evaluation")
-        with Folder(out, evaluation.settings) as folder:
-            if folder.answers:
-                _say(f"continuing after {len(folder.answers)} answers in {out}")
-            if evaluation.missing(folder):
-                fill(evaluation, folder)
-            if not folder.answers:
-                raise RunError("the rewards of all answers failed, see above; the same command asks for them again")
-            result = result_of(list(folder.answers.values()), evaluation.n, evaluation.ks, evaluation.files)
-            write_json(out / "result.json", {"settings": evaluation.settings} | result)
-            if options.pass_rates:
-                write_pass_rates(evaluation.config.data.eval, list(folder.answers.values()), options.pass_rates)
+        shown = evaluated(evaluation, out, options.pass_rates)
     except KeyboardInterrupt:
-        _say("interrupted; the same command with the same --out continues")
+        say("interrupted; the same command with the same --out continues")
         return 128 + signal.SIGINT
     except (ConfigError, EngineError, RunError, BaseExceptionGroup) as e:
         cause = first_cause(e)
         if not isinstance(cause, ConfigError | EngineError | RunError):
             raise
-        _say(f"error: {_in_options(str(cause))}")
+        say(f"error: {_in_options(str(cause))}")
         return 2 if isinstance(cause, ConfigError) else 1
-    print(f"{table(result)}\n{out}/answers.jsonl, {out}/result.json")
+    print(shown)
     return 0
+
+
+def evaluated(evaluation: OfflineEvaluation, out: Path, pass_rates: Path | None) -> str:
+    """Brings an evaluation to its end, and returns its table. Raises ConfigError, EngineError and RunError."""
+    several = len(evaluation.models) > 1
+    if several:
+        check_out(out)
+    with contextlib.ExitStack() as stack:
+        folders = {}
+        for model in evaluation.models:
+            folders[model] = stack.enter_context(Folder(out / model.name, evaluation.settings(model)))
+        if done := sum(len(folder.answers) for folder in folders.values()):
+            say(f"continuing after {done} answers in {out}")
+        if evaluation.missing(folders):
+            fill(evaluation, out, folders)
+        answers = {model.name: list(folder.answers.values()) for model, folder in folders.items()}
+        if not all(answers.values()):
+            raise RunError("the rewards of all answers failed, see above; the same command asks for them again")
+        results = {}
+        for model, folder in folders.items():
+            result = result_of(answers[model.name], evaluation.n, evaluation.ks, evaluation.files)
+            write_json(folder.path / "result.json", {"settings": evaluation.settings(model)} | result)
+            results[model.name] = result
+        if several:
+            found = differences(answers, evaluation.n, evaluation.ks)
+            write_json(out / "result.json", {"models": results, "differences": found})
+            return f"{comparison.table(results, found)}\n{out}/*/answers.jsonl, {out}/*/result.json, {out}/result.json"
+        if pass_rates:
+            write_pass_rates(evaluation.config.data.eval, answers[""], pass_rates)
+        return f"{table(results[''])}\n{out}/answers.jsonl, {out}/result.json"
+
+
+def check_out(out: Path) -> None:
+    """Raises ConfigError for a folder that holds something else than an evaluation of several models."""
+    if out.is_dir() and any(out.iterdir()) and not (out / BASE / "settings.json").exists():
+        raise ConfigError(f"{out}: holds something else than an evaluation with --adapters; choose another --out")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,9 @@ of its keys, or one for any model."""
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,8 +30,10 @@ from areal_megatron.config import (
     config_file,
 )
 from areal_megatron.data.files import fetch
+from areal_megatron.engine.adapters import BASE, Named
 from areal_megatron.hub import hub
-from areal_megatron.models.architecture import read_config
+from areal_megatron.launch.comparison import Model, names_of
+from areal_megatron.models.architecture import architecture, read_config
 from areal_megatron.models.dtypes import ITEMSIZE
 from areal_megatron.models.weight_files import ADAPTER
 from areal_megatron.run.folder import RunFolder
@@ -42,29 +46,49 @@ def run_of(options: argparse.Namespace) -> Path | None:
     return folder if (folder / "config.yaml").exists() and not (folder / "config.json").exists() else None
 
 
-def find_model(options: argparse.Namespace) -> None:
-    """Fetches the model of the options, if it is on the hub. Of a PEFT folder `adapter` becomes the folder and `model`
-    the base: --base, or the one that it names. Raises ConfigError."""
+def find_models(options: argparse.Namespace) -> list[Model]:
+    """Returns what is evaluated: the model of the options, and the adapters beside it. Fetches what is on the hub;
+    `model` becomes the folder that the engine loads, of a PEFT folder that of its base. Raises ConfigError."""
     options.model = hub.model_folder(options.model, "MODEL")
     folder = Path(options.model)
     if (folder / ADAPTER).is_file() and not (folder / "config.json").exists():
+        if options.adapters:
+            raise ConfigError(
+                f"--adapters: MODEL is their base, and {folder} is an adapter too: name it with the others"
+            )
         try:
             _, named = peft.read_description(folder)
         except CheckpointError as e:
             raise ConfigError(str(e)) from None
-        options.adapter, options.model = options.model, hub.model_folder(options.base or named, "--base")
+        options.model = hub.model_folder(options.base or named, "--base")
         if not Path(options.model).is_dir():
             raise ConfigError(
                 f"--base: {folder} is an adapter of {named or 'no model'}, which is not here: name its folder"
             )
-    elif options.base:
+        return [Model(adapter=_named(folder, options.model, 1))]
+    if options.base:
         raise ConfigError(f"--base: {folder} is no adapter, which has {ADAPTER} and no config.json; leave it out")
+    if not options.adapters:
+        return [Model()]
+    folders = [hub.model_folder(adapter, "--adapters") for adapter in options.adapters]
+    for number, one in enumerate(folders):
+        if os.path.realpath(one) in map(os.path.realpath, folders[:number]):
+            raise ConfigError(f"--adapters: {one} is named twice")
+    found = [_named(Path(one), options.model, number) for number, one in enumerate(folders, 1)]
+    named = zip(names_of(options.adapters), found, strict=True)
+    return [Model(BASE), *(Model(name, adapter) for name, adapter in named)]
 
 
-def _adapter_of(folder: str) -> LoraConfig:
-    """Returns the settings with which an engine serves the adapter of a PEFT folder."""
-    adapter, _ = peft.read_description(Path(folder))
-    return LoraConfig(adapter.rank, adapter.alpha, ",".join(adapter.targets), adapter.use_rslora, start=folder)
+def _named(folder: Path, base: str, number: int) -> Named:
+    """Returns an adapter as the engine serves it. Raises ConfigError if it is none of this base."""
+    adapter = peft.for_engines(folder, architecture(read_config(base)))
+    if note := peft.note_of_base(str(folder), base):
+        say(f"note: {note}")
+    return Named(f"adapter-{number}", str(folder), adapter)
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def export_of(folder: Path) -> Path:
@@ -141,20 +165,24 @@ def config_of_run(options: argparse.Namespace, folder: Path) -> Config:
     )
 
 
-def _reward_of_owner(model: Path) -> str:
-    """Returns the reward of the run that has exported a model, "math" if none has."""
-    for folder in (model.absolute().parent, model.absolute().parent.parent):
-        if (folder / "config.yaml").exists() and (folder / "incarnations").is_dir():
-            trained = config_file.load_run(folder)
-            if trained.mode == "rl" and not trained.environments and not trained.reward.of_served:
-                if trained.reward.function != RewardConfig.function:
-                    print(
-                        f"the reward is that of {folder}, {trained.reward.function}; --reward names another",
-                        file=sys.stderr,
-                        flush=True,
-                    )
-                return trained.reward.function
-    return RewardConfig.function
+def _reward_of_owners(folders: Sequence[str]) -> str:
+    """Returns the reward of the runs that have exported models or adapters, "math" if none has. Raises ConfigError if
+    they have several."""
+    found = {}
+    for place in map(Path.absolute, map(Path, folders)):
+        for folder in (place.parent, place.parent.parent):
+            if (folder / "config.yaml").exists() and (folder / "incarnations").is_dir():
+                trained = config_file.load_run(folder)
+                if trained.mode == "rl" and not trained.environments and not trained.reward.of_served:
+                    found.setdefault(trained.reward.function, folder)
+                    break
+    if len(found) > 1:
+        told = ", ".join(f"{reward} of {folder}" for reward, folder in found.items())
+        raise ConfigError(f"--reward: the runs have different ones, {told}: name one")
+    for reward, folder in found.items():
+        if reward != RewardConfig.function:
+            say(f"the reward is that of {folder}, {reward}; --reward names another")
+    return next(iter(found), RewardConfig.function)
 
 
 def first_given(given: Any, otherwise: Any) -> Any:
@@ -168,8 +196,9 @@ def _decoding(options: argparse.Namespace, otherwise: EvalConfig) -> EvalConfig:
     return replace(otherwise, **given)
 
 
-def config_of(options: argparse.Namespace) -> Config:
+def config_of(options: argparse.Namespace, models: Sequence[Model] = ()) -> Config:
     """Returns the config of a run that has an engine only. Raises ConfigError."""
+    owned = [model.adapter.folder for model in models if model.adapter] or [options.model]
     described = read_config(options.model)
     dtype = described.get("dtype", described.get("torch_dtype"))
     config = Config(
@@ -177,7 +206,6 @@ def config_of(options: argparse.Namespace) -> Config:
         updates=1,
         seed=first_given(options.seed, 1),
         model=ModelConfig(path=str(Path(options.model).absolute()), dtype=dtype if dtype in ITEMSIZE else "bfloat16"),
-        lora=_adapter_of(options.adapter) if options.adapter else LoraConfig(),
         data=DataConfig(train=options.data, eval=options.data, max_prompt_tokens=sys.maxsize),
         machine=MachineConfig(device=options.device),
         rollout=RolloutConfig(
@@ -187,7 +215,7 @@ def config_of(options: argparse.Namespace) -> Config:
         ),
         reshard=ReshardConfig(staging="streamed"),  # no updates: no memory for a second copy of the weights
         reward=RewardConfig(
-            function=options.reward or _reward_of_owner(Path(options.adapter or options.model)),
+            function=options.reward or _reward_of_owners(owned),
             workers=options.workers,
             timeout_s=first_given(options.reward_timeout_s, RewardConfig.timeout_s),
             wrong=0.0,

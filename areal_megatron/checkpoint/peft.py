@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from numpy import ndarray
 from areal_megatron.checkpoint.disk import BoxReader, CheckpointError, OpenFiles, cast, empty, read_box
 from areal_megatron.checkpoint.hf_folder import HfTensor, hf_tensors, safetensors_extents
 from areal_megatron.config import Config, ConfigError
-from areal_megatron.models.adapter import ALL_LINEAR, FACTORS, Adapter, adapted, factor_of, linear_rows
+from areal_megatron.models.adapter import ALL_LINEAR, FACTORS, Adapter, adapted, factor_of, linear_rows, unserved
 from areal_megatron.models.architecture import Architecture, architecture
 from areal_megatron.models.pattern import name_at, numbers
 from areal_megatron.models.weight_files import ADAPTER
@@ -124,17 +125,32 @@ def open_start(config: Config, hf_config: Mapping[str, Any]) -> PeftFolder:
         raise ConfigError(f"lora.start: {e}") from None
 
 
-def note_of_base(config: Config) -> str:
-    """Returns a line if the adapter of lora.start names another base than model.path, else nothing: names may differ
-    where the model is the same. Raises CheckpointError."""
-    _, named = read_description(Path(config.lora.start))
-    path = Path(os.path.realpath(config.model.path))
+def for_engines(folder: Path, model: Architecture) -> Adapter:
+    """Returns the adapter of a folder, with all targets by their names. Raises ConfigError if it is damaged, if it is
+    another model's, or if engines cannot apply it."""
+    try:
+        found, _ = read_description(folder)
+        if problem := unserved(found, model):
+            raise CheckpointError(f"{folder}: {problem}: merge it, `areal convert to-hf {folder} MODEL`")
+        PeftFolder(folder, model, found).close()
+        return replace(found, targets=tuple(found.modules(model)))
+    except CheckpointError as e:
+        raise ConfigError(str(e)) from None
+    except ConfigError as e:
+        raise ConfigError(str(e).replace("lora.targets: ", f"{folder / ADAPTER}: target_modules: ", 1)) from None
+
+
+def note_of_base(folder: str, base: str) -> str:
+    """Returns a line if the adapter of a folder names another base than the model of the folder `base`, else nothing:
+    names may differ where the model is the same. Raises CheckpointError."""
+    _, named = read_description(Path(folder))
+    path = Path(os.path.realpath(base))
     of_hub = not os.path.isabs(named) and (
         Path(named).name == path.name or f"models--{named.replace('/', '--')}" in path.parts
     )
     if not named or of_hub or os.path.realpath(named) == str(path):
         return ""
-    return f"lora.start: {config.lora.start} was trained on {printable(named)}; is model.path={config.model.path} that?"
+    return f"{folder} was trained on {printable(named)}; is {base} that?"
 
 
 class PeftFolder:

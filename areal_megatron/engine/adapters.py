@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from areal_megatron.models.adapter import Adapter, adapted
@@ -13,6 +15,31 @@ IN_MEMORY = "memory"
 """What vLLM is told in place of the folder of an adapter that trainers send."""
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """What vLLM takes for the largest rank of its adapters."""
+
+
+@dataclass(frozen=True)
+class Named:
+    """An adapter in PEFT's folder, under the name by which requests choose it."""
+
+    name: str
+    folder: str
+    adapter: Adapter
+
+
+def told(named: Sequence[Named]) -> str:
+    """Returns what the environment variable ADAPTERS tells an engine, from which `read` makes the same again."""
+    return json.dumps([{"name": one.name, "folder": one.folder, "adapter": one.adapter.told} for one in named])
+
+
+def read(text: str) -> list[Named]:
+    return [Named(one["name"], one["folder"], Adapter.of_told(one["adapter"])) for one in json.loads(text or "[]")]
+
+
+def served(folders: Mapping[str, str]) -> list[str]:
+    """Returns the options of vLLM's command line for a server of adapters, whose folders these are by the names, and of
+    the model without one as BASE."""
+    described = [json.dumps({"name": name, "path": folder}) for name, folder in folders.items()]
+    return ["--served-model-name", BASE, "--lora-modules", *described]
 
 
 @dataclass(frozen=True)
@@ -34,11 +61,13 @@ class Slots:
         return [*command, "--max-loras", str(self.count), "--max-cpu-loras", str(self.count)]
 
 
-def slots(adapter: Adapter, model: Architecture, adapters: int = 1) -> Slots:
-    """Returns the room for `adapters` of the sizes of this one."""
+def slots(adapters: Sequence[Adapter], model: Architecture) -> Slots:
+    """Returns the room for all of these together, whatever their ranks and targets."""
+    targets = tuple(dict.fromkeys(name for each in adapters for name in each.modules(model)))
+    adapter = replace(adapters[0], rank=max(each.rank for each in adapters), targets=targets)
     parts = [row.vllm.rpartition(".")[0] for row in adapted(model, adapter).layer]
     fused = [name for row in model.layer if row.vllm.rpartition(".")[0] in parts for name in row.tensors]
     targets = tuple(dict.fromkeys(name.split(".")[-2] for name in fused))
     rank = next(rank for rank in RANKS if rank >= adapter.rank)
     modules = tuple(dict.fromkeys(part.rpartition(".")[2] for part in parts))
-    return Slots(adapters + 1, replace(adapter, rank=rank, targets=targets), modules)
+    return Slots(len(adapters) + 1, replace(adapter, rank=rank, targets=targets), modules)

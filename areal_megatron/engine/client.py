@@ -154,6 +154,7 @@ class EngineClient:
         cache_salt: str | None = None,
         seed: int | None = None,
         routes_from: int | None = None,
+        adapter: str = "",
     ) -> list[Completion]:
         """Returns n independent answers to one prompt, sampled in one request: half the engine's cost of n requests.
 
@@ -161,7 +162,8 @@ class EngineClient:
         `top_p` together. Answers end with one of `stop_tokens` or after `max_tokens`; an aborted request returns what
         it has sampled.
         With a `seed` (workflows/sampling.py) the k-th answer is a function of weights, prompt and seed + k. With
-        `routes_from` the answers carry the experts of all tokens from that index of the prompt on.
+        `routes_from` the answers carry the experts of all tokens from that index of the prompt on. `adapter`: the name
+        of one of several that the engine serves.
         """
         sampling = {
             "n": n,
@@ -181,6 +183,8 @@ class EngineClient:
         body = {"request_id": request_id, "token_ids": prompt, "sampling_params": sampling}
         if cache_salt is not None:
             body["cache_salt"] = cache_salt
+        if adapter:
+            body["adapter"] = adapter
         self._generating.add(request_id)
         try:
             raw = await self._call("POST", answers.PATH, body, limit_s=math.inf, keep_alive=True)

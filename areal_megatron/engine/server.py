@@ -21,7 +21,7 @@ import os
 import shutil
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,17 @@ from typing import Any
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.config.config_file import load
 from areal_megatron.engine import adapters, kv_cache
-from areal_megatron.engine.environment import CPUS, EMPTY, GPU_SHARE, KV_CACHE_BYTES, PART, RENDEZVOUS, SECRET_FILE
+from areal_megatron.engine.adapters import Named
+from areal_megatron.engine.environment import (
+    ADAPTERS,
+    CPUS,
+    EMPTY,
+    GPU_SHARE,
+    KV_CACHE_BYTES,
+    PART,
+    RENDEZVOUS,
+    SECRET_FILE,
+)
 from areal_megatron.models.adapter import VARIABLE, served
 from areal_megatron.models.architecture import architecture, implied, read_config
 from areal_megatron.process.shown import guard
@@ -74,14 +84,20 @@ class NodePart:
         return [*arguments, "--master-addr", host, "--master-port", port]
 
 
-def server_command(config: Config, host: str, port: int, part: NodePart = NodePart()) -> list[str]:
-    """Returns vLLM's command line for an engine, or its first part, that listens on host and port."""
+def server_command(
+    config: Config, host: str, port: int, part: NodePart = NodePart(), named: Sequence[Named] = ()
+) -> list[str]:
+    """Returns vLLM's command line for an engine, or its first part, that listens on host and port. `named`: adapters in
+    files that it serves in place of the trainers'."""
     command = [sys.executable, "-m", "areal_megatron.engine.serving"]
     command += ["--model", _model(config)]
     if config.engines_adapt:
         first = str(Path(config.lora.start).absolute()) if config.lora.start else adapters.IN_MEMORY
-        described = json.dumps({"name": SERVED_MODEL, "path": first})
-        command += ["--served-model-name", adapters.BASE, "--lora-modules", described]
+        command += adapters.served({SERVED_MODEL: first})
+    elif named:
+        command += adapters.served({one.name: str(Path(one.folder).absolute()) for one in named})
+        room = adapters.slots([one.adapter for one in named], architecture(read_config(config.model.path)))
+        command += room.arguments
     else:
         command += ["--served-model-name", SERVED_MODEL]
     command += ["--host", host, "--port", str(port)]
@@ -127,7 +143,7 @@ def engine_arguments(config: Config) -> list[str]:
     if rollout.replay_routes:
         command += ["--enable-return-routed-experts"]
     if adapter := served(config, hf_config):
-        command += adapters.slots(adapter, architecture(hf_config)).arguments
+        command += adapters.slots([adapter], architecture(hf_config)).arguments
     if config.machine.is_cpu:
         command += cpu_arguments(config, hf_config)
     else:
@@ -284,7 +300,8 @@ def main() -> None:
             master_port, _master_reservation = reserve_port(host)
             part = NodePart(0, parts, f"{host}:{master_port}")
             run.announce(os.environ[RENDEZVOUS], part.master)
-        command = server_command(config, host, port, part)
+        named = adapters.read(os.environ.get(ADAPTERS, ""))
+        command = server_command(config, host, port, part, named)
         run.announce(engine_name(index), url(site.host, port, "https") if site else url(host, port))
     command += memory_arguments(os.environ) + passed_through(config)
     gpu_settings.set_defaults()

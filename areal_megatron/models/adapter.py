@@ -22,6 +22,8 @@ MEGATRON = ".adapter."
 VARIABLE = "AREAL_ADAPTER"
 """The environment variable from which an engine's processes know the adapter that they get: Adapter.told, as JSON."""
 _WEIGHT = ".weight"
+LARGEST = 512
+"""The largest rank of an adapter that engines take."""
 _NOT_SERVED = "kv_b_proj"
 """Engines apply an adapter of this layer wrongly, without an error: latent attention computes with parts of the layer's
 weight (vLLM 0.32)."""
@@ -95,6 +97,13 @@ def served(config: Config, hf_config: Mapping[str, Any]) -> Adapter | None:
             "sent with lora.merge=true"
         )
     return replace(adapter, targets=tuple(modules))
+
+
+def unserved(adapter: Adapter, model: Architecture) -> str:
+    """Returns why engines cannot apply an adapter, "" if they can. Raises ConfigError as `Adapter.modules` does."""
+    if _NOT_SERVED in adapter.modules(model):
+        return f"engines apply an adapter of {_NOT_SERVED} wrongly"
+    return f"its rank is {adapter.rank}, and engines take up to {LARGEST}" if adapter.rank > LARGEST else ""
 
 
 def linear_rows(model: Architecture) -> list[Row]:

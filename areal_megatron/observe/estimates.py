@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -44,23 +44,32 @@ class Graded(Protocol):
     tokens: int
 
 
-def figures(answers: Sequence[Graded], n: int, ks: Sequence[int]) -> dict[str, Any]:
-    """Returns items, avg@n, pass@k for each k, truncated_share and response_tokens_mean; items alone without answers.
+def item_values(answers: Sequence[Graded], n: int, ks: Sequence[int]) -> dict[str, dict[int, float]]:
+    """Returns the value of each item in avg@n and in pass@k for each k, by the figure's name and the item, in order.
 
-    avg@n and pass@k are {"value", "low", "high"}. n answers were asked for each item; an item with fewer counts with
-    those that it has, in pass@k if these are k or more.
+    n answers were asked for each item; an item with fewer counts with those that it has, in pass@k if these are k or
+    more.
     """
     correct: dict[int, list[bool]] = {}
     for answer in answers:
         correct.setdefault(answer.item, []).append(answer.correct)
-    items = [correct[item] for item in sorted(correct)]
-    result: dict[str, Any] = {"items": len(items)}
-    if not items:
-        return result
-    result[f"avg@{n}"] = asdict(estimate([sum(own) / len(own) for own in items]))
+    items = {item: correct[item] for item in sorted(correct)}
+    found = {f"avg@{n}": {item: sum(own) / len(own) for item, own in items.items()}}
     for k in ks:
-        if rates := [pass_at_k(len(own), sum(own), k) for own in items if len(own) >= k]:
-            result[f"pass@{k}"] = asdict(estimate(rates))
+        found[f"pass@{k}"] = {item: pass_at_k(len(own), sum(own), k) for item, own in items.items() if len(own) >= k}
+    return {name: own for name, own in found.items() if own}
+
+
+def figures(answers: Sequence[Graded], n: int, ks: Sequence[int]) -> dict[str, Any]:
+    """Returns items, avg@n, pass@k for each k, truncated_share and response_tokens_mean; items alone without answers.
+
+    avg@n and pass@k are {"value", "low", "high"}, of `item_values`.
+    """
+    found = item_values(answers, n, ks)
+    result: dict[str, Any] = {"items": len(found.get(f"avg@{n}", ()))}
+    if not answers:
+        return result
+    result |= {name: asdict(estimate([*own.values()])) for name, own in found.items()}
     return result | {
         "truncated_share": sum(answer.truncated for answer in answers) / len(answers),
         "response_tokens_mean": sum(answer.tokens for answer in answers) / len(answers),
@@ -75,12 +84,38 @@ def estimate(values: Sequence[float]) -> Estimate:
     are 1, resampling has nothing to vary, and the interval is the exact binomial one (Clopper and Pearson 1934). The
     same values always give the same result.
     """
-    items, tail = np.asarray(values, np.float64), (1 - CONFIDENCE) / 2
-    mean, m = float(items.mean()), len(items)
+    items = np.asarray(values, np.float64)
+    mean = float(items.mean())
     if mean in (0.0, 1.0):
-        bound = 1 - tail ** (1 / m)
+        bound = _unseen(len(items))
         return Estimate(mean, 0.0, bound) if mean == 0 else Estimate(mean, 1 - bound, 1.0)
+    return Estimate(mean, *_resampled(items))
+
+
+def difference(first: Mapping[int, float], second: Mapping[int, float]) -> Estimate:
+    """Returns the mean over items of second − first, values in [0, 1] by item, with its interval; of the items in both,
+    at least one.
+
+    Items are paired: their differences are resampled, so that what an item's difficulty adds to both cancels out. If
+    all differences are the same, the interval has room for as many other items as may not have been seen.
+    """
+    items = np.asarray([second[item] - first[item] for item in first if item in second], np.float64)
+    mean = float(items.mean())
+    if (items == items[0]).all():
+        share = _unseen(len(items))
+        return Estimate(mean, mean - share * (1 + mean), mean + share * (1 - mean))
+    return Estimate(mean, *_resampled(items))
+
+
+def _unseen(m: int) -> float:
+    """The largest share of a kind of items of which there may be none among m, with 97.5% confidence."""
+    return 1 - ((1 - CONFIDENCE) / 2) ** (1 / m)
+
+
+def _resampled(items: np.ndarray) -> tuple[float, float]:
+    """The percentile bootstrap interval of the mean."""
+    tail, m = (1 - CONFIDENCE) / 2, len(items)
     draw = np.random.default_rng(0)
     parts = [items[draw.integers(m, size=(_RESAMPLES // 10, m))].mean(axis=1) for _ in range(10)]
     low, high = np.quantile(np.concatenate(parts), [tail, 1 - tail])
-    return Estimate(mean, float(low), float(high))
+    return float(low), float(high)

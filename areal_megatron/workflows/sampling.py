@@ -47,6 +47,8 @@ class Sampling:
     """Returns whether requests are being aborted. If not, an aborted request has failed."""
     decoding: Decoding | None = None
     """None: as for training, from the whole distribution at rollout.temperature."""
+    adapter: str = ""
+    """The name of one of several adapters that the engine serves."""
     sampled: Callable[[int], None] = lambda tokens: None
     """Called with the number of sampled tokens as soon as the engine has nothing more to do for these trajectories, if
     that is before they are scored."""
@@ -97,6 +99,7 @@ async def _generate_once(sampling: Sampling, request: GenerationRequest, n: int,
         cache_salt=sampling.cache_salt,
         seed=request.seed,
         routes_from=request.routes_from if sampling.rollout.replay_routes else None,
+        adapter=sampling.adapter,
     )
     ends = ("stop", "length", *([INTERRUPTED] if sampling.may_interrupt() else []))
     for completion in completions:

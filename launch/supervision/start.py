@@ -349,8 +349,8 @@ def _check_tensors(config: Config) -> None:
             raise ConfigError(f"{key}: {e}") from None
     if config.lora.start:
         peft.open_start(config, read_config(config.model.path)).close()
-        if note := peft.note_of_base(config):
-            print(f"note: {note}", file=sys.stderr)
+        if note := peft.note_of_base(config.lora.start, config.model.path):
+            print(f"note: lora.start: {note}", file=sys.stderr)
 
 
 def _check_same_data(config: Config, run: RunFolder, checkpoint: SavedCheckpoint, members: Sequence[Member]) -> None:

@@ -82,7 +82,7 @@ def write_adapter(
     folder: Path, base: Path, rank: int, alpha: float, targets: Sequence[str] = ("all-linear",), **settings
 ) -> Path:
     """Writes a folder as PEFT does, with factors of random values; `dtype` among the settings: theirs."""
-    folder.mkdir()
+    folder.mkdir(parents=True)
     dtype = settings.pop("dtype", torch.float32)
     factors = random_adapter(load_oracle(base).state_dict(), targets, rank)
     save_file({PREFIX + name: each.to(dtype) for name, each in factors.items()}, folder / "adapter_model.safetensors")

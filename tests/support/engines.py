@@ -70,10 +70,13 @@ def standin_engine(run):
 
 
 @contextmanager
-def started_engine(run):
+def started_engine(run, **environment):
     """engine-0 of `run`, healthy; ended afterwards."""
     command = [sys.executable, "-m", "areal_megatron.engine.server", "--run", str(run.folder), "--index", "0"]
-    with run.log("engine-0").open("wb") as log, tied(command, {"AREAL_CPUS": "0"}, stdout=log, stderr=log) as process:
+    with (
+        run.log("engine-0").open("wb") as log,
+        tied(command, {"AREAL_CPUS": "0"} | environment, stdout=log, stderr=log) as process,
+    ):
         server = psutil.Process(process.pid)
         members: set[psutil.Process] = {server}
         try:

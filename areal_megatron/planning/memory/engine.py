@@ -49,7 +49,7 @@ def engine_memory(
         MemoryPart("staging", staged, f"reshard.staging={config.reshard.staging}"),
     ]
     if adapter:
-        slots = adapters.slots(adapter, architecture(hf_config))
+        slots = adapters.slots([adapter], architecture(hf_config))
         size = slots.count * _elements(_fullest(hf_config, sizes, slots.each)) + _elements(received)
         note = f"as received, and in {slots.count} slots of rank {slots.each.rank}"
         parts.append(MemoryPart("adapters", element * size, note))

@@ -6,9 +6,9 @@ from typing import get_args
 import pytest
 
 from areal_megatron.config import Config, DataConfig, LoraConfig, ServedConfig, ServedModelConfig
-from areal_megatron.engine.adapters import RANKS, slots
+from areal_megatron.engine.adapters import RANKS, Named, read, slots, told
 from areal_megatron.engine.served import served
-from areal_megatron.models.adapter import Adapter
+from areal_megatron.models.adapter import LARGEST, Adapter
 from areal_megatron.models.architecture import architecture, read_config
 
 MODELS = Path(__file__).resolve().parents[3] / "configs" / "models"
@@ -23,7 +23,7 @@ def test_a_served_model_has_no_adapter():
 def test_the_ranks_are_vllm_s():
     from vllm.config.lora import MaxLoRARanks
 
-    assert get_args(MaxLoRARanks) == RANKS
+    assert get_args(MaxLoRARanks) == RANKS and RANKS[-1] == LARGEST
 
 
 @pytest.mark.parametrize(
@@ -35,6 +35,15 @@ def test_the_ranks_are_vllm_s():
     ],
 )
 def test_a_slot_has_the_layers_that_vllm_fuses(model, targets, modules, together):
-    room = slots(Adapter(9, 18.0, targets), architecture(read_config(MODELS / model)), adapters=3)
+    room = slots([Adapter(9, 18.0, targets)] * 3, architecture(read_config(MODELS / model)))
     assert room.modules == modules and room.each == Adapter(16, 18.0, tuple(together.split())) and room.count == 4
     assert " ".join(room.arguments).startswith(f"--enable-lora --max-lora-rank 16 --lora-target-modules {modules[0]}")
+
+
+def test_slots_have_room_for_the_largest_rank_and_for_all_targets():
+    several = [Adapter(4, 8.0, ("q_proj",)), Adapter(30, 30.0, ("down_proj", "k_proj")), Adapter(1, 1.0, ("up_proj",))]
+    room = slots(several, architecture(read_config(MODELS / "Qwen3-8B")))
+    assert room.count == 4 and room.each.rank == 32
+    assert room.modules == ("qkv_proj", "gate_up_proj", "down_proj")
+    named = [Named(f"adapter-{n}", f"/a/{n}", each) for n, each in enumerate(several)]
+    assert read(told(named)) == named and read("") == []

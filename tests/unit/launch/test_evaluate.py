@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from areal_megatron.checkpoint import peft
 from areal_megatron.config import ConfigError, config_file
 from areal_megatron.controller.changed import Changed
 from areal_megatron.controller.engine import Engine
@@ -24,8 +25,10 @@ from areal_megatron.controller.sampler import Sampler
 from areal_megatron.data.prompts import read_prompts
 from areal_megatron.engine.client import Completion
 from areal_megatron.engine.server import engine_arguments
-from areal_megatron.launch import evaluate
-from areal_megatron.observe.estimates import estimate, figures, pass_at_k
+from areal_megatron.launch import comparison, evaluate
+from areal_megatron.launch.comparison import differences, names_of
+from areal_megatron.models.architecture import architecture, read_config
+from areal_megatron.observe.estimates import difference, estimate, figures, pass_at_k
 from areal_megatron.observe.evaluation_folder import Folder, Sampled, files_digest
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.run.folder import RunFolder
@@ -34,6 +37,7 @@ from areal_megatron.workflows.scoring import Score
 from areal_megatron.workflows.single_turn import SingleTurn
 from tests.support.adapter_oracle import write_adapter
 from tests.support.reshard_oracle import CONFIG
+from tests.support.tiny_models import save_model
 from tests.unit.controller.test_evaluation import Kept
 
 
@@ -99,6 +103,32 @@ def test_where_every_item_is_alike_the_interval_is_that_of_a_binomial(items):
     nothing, everything = estimate([0.0] * items), estimate([1.0] * items)
     assert (nothing.value, nothing.low) == (0, 0) and (1 - nothing.high) ** items == pytest.approx(0.025)
     assert (everything.value, everything.high) == (1, 1) and everything.low**items == pytest.approx(0.025)
+
+
+def test_differences_of_items_hold_the_truth_as_often_as_they_say():
+    """Two models differ by 0.1 on items of very different difficulty: the interval of the difference is nearly always
+    much narrower than those of the two."""
+    draw = np.random.default_rng(3)
+    held = narrower = 0
+    for _ in range(200):
+        difficulty = 0.9 * draw.beta(0.7, 0.7, 40)
+        first, second = ({k: v / 8 for k, v in enumerate(draw.binomial(8, difficulty + by))} for by in (0, 0.1))
+        found, alone = difference(first, second), estimate([*second.values()])
+        assert found.value == pytest.approx(mean(second.values()) - mean(first.values()))
+        held += found.low <= 0.1 <= found.high
+        narrower += found.high - found.low < 0.8 * (alone.high - alone.low)
+    assert 0.89 <= held / 200 <= 0.99 and narrower > 180
+
+
+@pytest.mark.parametrize(("before", "after"), [(0.0, 1.0), (1.0, 0.0), (0.5, 0.5), (0.25, 0.5)])
+def test_where_all_items_differ_alike_others_may_be_unseen(before, after):
+    """The share of others of which there is none among 20 is at most 16.8%, with a chance of error of 2.5%."""
+    share, apart = 1 - 0.025 ** (1 / 20), after - before
+    found = difference(dict.fromkeys(range(25), before), dict.fromkeys(range(5, 30), after))  # 20 in both
+    assert found.value == apart
+    assert (found.low, found.high) == pytest.approx(
+        ((1 - share) * apart - share, (1 - share) * apart + share), abs=1e-12
+    )
 
 
 def sampled(item, sample, correct=True, **changes):
@@ -174,10 +204,12 @@ def test_answers_whose_rewards_failed_are_asked_for_again(world, tmp_path):
     evaluation = evaluate.OfflineEvaluation(evaluate._options(options))
     for failures, left in ((2, 2), (1, 1), (0, 0)):
         engine = Engine(0, SimpleNamespace(name="engine-0", generate=Answering().generate), None)
-        with Folder(tmp_path / "out", evaluation.settings) as folder:
-            scorer = Away(failures)
-            asyncio.run(evaluation._ask(engine, [Environment(evaluation.kinds[0], scorer, SingleTurn(scorer))], folder))
-            assert len(evaluation.missing(folder)) == left and len(folder.answers) == 6 - left
+        (model,) = evaluation.models
+        with Folder(tmp_path / "out", evaluation.settings(model)) as folder:
+            scorer, folders = Away(failures), {model: folder}
+            environment = Environment(evaluation.kinds[0], scorer, SingleTurn(scorer))
+            asyncio.run(evaluation._ask(engine, [environment], folders))
+            assert len(evaluation.missing(folders)) == left and len(folder.answers) == 6 - left
             result = evaluate.result_of(list(folder.answers.values()), 3, [1], evaluation.files)
             assert result["failed"] == left and result["avg@3"]["value"] == 1
         rated = tmp_path / "rated.jsonl"
@@ -228,7 +260,7 @@ def test_an_evaluation_goes_on_with_the_same_rows_wherever_they_are_and_with_no_
 
     def go_on(place):
         evaluation = evaluate.OfflineEvaluation(evaluate._options([str(model), str(place), "--max-new-tokens", "8"]))
-        with Folder(out, evaluation.settings):
+        with Folder(out, evaluation.settings(*evaluation.models)):
             pass
 
     go_on(data)
@@ -411,12 +443,12 @@ def test_a_run_is_evaluated_as_it_evaluates_itself(world, tmp_path, workflow):
         prompts = read_prompts(config, "eval", evaluation.tokenizer)
         try:
             found = await Evaluation(config, sampler, prompts, Changed(), str, Kept()).run(0)
-            await evaluation._ask(Engine(0, apart, None), environments.all, folder)
+            await evaluation._ask(Engine(0, apart, None), environments.all, {evaluation.models[0]: folder})
         finally:
             await environments.close()
         return found
 
-    with Folder(tmp_path / "out", evaluation.settings) as folder:
+    with Folder(tmp_path / "out", evaluation.settings(*evaluation.models)) as folder:
         found = asyncio.run(asyncio.wait_for(both(folder), 60))
         result = evaluate.result_of(list(folder.answers.values()), evaluation.n, evaluation.ks, evaluation.files)
     assert apart.asked == inside.asked and (len(apart.asked) > 12) == (workflow != "single_turn")
@@ -472,6 +504,67 @@ def test_what_cannot_be_evaluated_of_an_adapter_is_said_in_one_line(world, tmp_p
     assert "has a tensor base_model.model.model.layers.0.mlp" in refused(partial, data)
     (adapter / "adapter_config.json").write_text("[]")
     assert "adapter_config.json" in refused(adapter, data, "--base", base)
+
+    several = base, data, "--adapters", write_adapter(tmp_path / "other", base, 2, 4)
+    assert f"MODEL is their base, and {adapter} is an adapter too" in refused(adapter, *several[1:])
+    assert "mine is a run, which has its model; leave it out" in refused(run, *several[1:])
+    assert "--pass-rates: are those of one model" in refused(*several, "--pass-rates", tmp_path / "rates.jsonl")
+    assert "other/../other is named twice" in refused(*several, tmp_path / "other" / ".." / "other")
+    assert "has a tensor base_model.model.model.layers.0.mlp" in refused(*several, partial)
+    wide = save_model("qwen3", tmp_path / "wide")
+    of_wide = write_adapter(tmp_path / "of_wide", wide, 2, 4)
+    assert "has shape [2, 64], its config and the base's ask for [2, 128]: it is of another base" in refused(
+        *several, of_wide
+    )
+    unknown = write_adapter(tmp_path / "unknown", base, 2, 4)
+    (unknown / "adapter_config.json").write_text(
+        (unknown / "adapter_config.json").read_text().replace("q_proj", "q_porj")
+    )
+    assert "target_modules: q_porj is no linear layer" in refused(*several, unknown)
+    large = write_adapter(tmp_path / "large", base, 513, 4, ["q_proj"])
+    assert "its rank is 513, and engines take up to 512: merge it" in refused(*several, large)
+    (tmp_path / "out").mkdir(exist_ok=True)
+    (tmp_path / "out" / "settings.json").write_text("{}")
+    assert "out: holds something else than an evaluation with --adapters" in refused(*several)
+
+
+def test_latents_have_no_adapter_in_engines(tmp_path):
+    base = save_model("moonlight", tmp_path / "base")
+    adapter = write_adapter(tmp_path / "adapter", base, 2, 4, ["kv_b_proj", "o_proj"])
+    with pytest.raises(ConfigError, match="adapter: engines apply an adapter of kv_b_proj wrongly: merge it, `areal "):
+        peft.for_engines(adapter, architecture(read_config(base)))
+
+
+def test_adapters_have_the_names_that_tell_them_apart(world, tmp_path):
+    assert names_of(["/runs/rl/adapter"]) == ["adapter"]
+    assert names_of(["/runs/rl/adapter", "/runs/sft/adapter", "other"])[:2] == ["rl-adapter", "sft-adapter"]
+    assert names_of(["/a/b/c", "/d/b/c"]) == ["a-b-c", "d-b-c"]
+    assert names_of(["/runs/base"]) == ["runs-base"]
+    adapters = [write_adapter(tmp_path / name / "adapter", world / "model", 2, 4) for name in ("x", "y")]
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"prompt": "1+1=", "answer": 2}\n{"prompt": "1+2=", "answer": 3}\n')
+    options = [str(world / "model"), str(data), "--n", "2", "--max-new-tokens", "8", "--adapters", *map(str, adapters)]
+    evaluation = evaluate.OfflineEvaluation(evaluate._options(options))
+    folders = {model: SimpleNamespace(answers={}) for model in evaluation.models}
+    asked = [(model.name, prompt.id, sample) for model, prompt, sample in evaluation.missing(folders)]
+    assert asked == [(name, item, k) for item in (0, 1) for name in ("base", "x-adapter", "y-adapter") for k in (0, 1)]
+
+
+def test_the_table_of_several_models():
+    """The second of two items alone is answered by both."""
+    answers = {
+        "base": [sampled(0, 0, False), sampled(1, 0, False), sampled(1, 1, True)],
+        "rl-adapter": [sampled(1, 0, True), sampled(1, 1, True)],
+    }
+    files = dict.fromkeys(range(2), "a")
+    results = {name: evaluate.result_of(own, 2, [2], files) for name, own in answers.items()}
+    found = differences(answers, 2, [2])
+    assert found.keys() == {"rl-adapter"} and found["rl-adapter"]["avg@2"]["items"] == 1
+    assert found["rl-adapter"]["avg@2"]["value"] == 0.5
+    first, base, adapter, *_ = comparison.table(results, found).splitlines()
+    assert first.split() == ["avg@2", "95%", "interval", "minus", "base", "95%", "interval"]
+    assert base.split()[:3] == ["base", "25.00%", "0.00%"] and adapter.split()[:2] == ["rl-adapter", "100.00%"]
+    assert "+50.00%" in adapter and "1 left out" in comparison.table(results, found)
 
 
 def test_a_workflow_that_may_ask_a_served_model_is_not_evaluated_without(world, tmp_path):
