@@ -119,11 +119,13 @@ class ChatCompletions:
         }
 
     def events(self, reply: dict[str, Any]) -> Iterator[Event]:
-        (choice,), head = reply["choices"], reply | {"object": "chat.completion.chunk"}
+        """The last chunk has the usage, whether or not `stream_options` asks for it."""
+        (choice,), head = reply["choices"], reply | {"object": "chat.completion.chunk", "usage": None}
         calls = [call | {"index": k} for k, call in enumerate(choice["message"].get("tool_calls", ()))]
         delta = choice["message"] | ({"tool_calls": calls} if calls else {})
-        for part, reason in ((delta, None), ({}, choice["finish_reason"])):
-            yield "", head | {"choices": [{"index": 0, "delta": part, "finish_reason": reason}]}
+        yield "", head | {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]}
+        end = [{"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}]
+        yield "", head | {"choices": end, "usage": reply["usage"]}
         yield "", "[DONE]"
 
     def error(self, message: str, code: str) -> dict[str, Any]:

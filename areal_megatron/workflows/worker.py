@@ -93,6 +93,13 @@ class Ask(msgspec.Struct, tag=True):
     routes_from: int
 
 
+class Withdraw(msgspec.Struct, tag=True):
+    """An episode no longer waits for the answer to a call, such as one whose agent has closed its connection."""
+
+    number: int
+    call: int
+
+
 class AnswerSampled(msgspec.Struct, tag=True):
     call: int
     completion: Completion
@@ -131,7 +138,7 @@ class WorkflowFailed(msgspec.Struct, tag=True):
 
 
 ToWorker = Begin | RunEpisode | Cancel | AnswerSampled | Judged
-FromWorker = Loaded | Ask | Judge | EpisodeEnded | WorkflowFailed
+FromWorker = Loaded | Ask | Judge | Withdraw | EpisodeEnded | WorkflowFailed
 
 
 class Frames:
@@ -166,6 +173,9 @@ class _Calls:
         try:
             self._frames.send(message)
             return await answer
+        except asyncio.CancelledError:
+            self._frames.send(Withdraw(message.number, message.call))
+            raise
         finally:
             del self._waiting[message.call]
 

@@ -44,6 +44,7 @@ from areal_megatron.workflows.worker import (
     Judged,
     Loaded,
     RunEpisode,
+    Withdraw,
     WorkflowFailed,
 )
 from areal_megatron.workflows.workflow import KEY
@@ -186,7 +187,7 @@ class _Running:
     spec: EpisodeSpec
     scorer: Scorer
     result: asyncio.Future
-    calls: set[asyncio.Task] = field(default_factory=set)
+    calls: dict[int, asyncio.Task] = field(default_factory=dict)
 
 
 class _Worker:
@@ -233,7 +234,7 @@ class _Worker:
             return await result
         finally:
             del self.running[number]
-            for call in running.calls:
+            for call in running.calls.values():
                 call.cancel()
             if not result.done() or result.cancelled() or result.exception():
                 self._send(Cancel(number))
@@ -290,11 +291,14 @@ class _Worker:
                 kind = ConfigError if message.by_config else RunError
                 running.result.set_exception(kind(message.problem))
             case Ask():
-                self._serve(running, self._sample(running, message))
+                self._serve(running, message.call, self._sample(running, message))
             case Judge():
-                self._serve(running, self._judge(running, message))
+                self._serve(running, message.call, self._judge(running, message))
+            case Withdraw(_, call):
+                if call in running.calls:
+                    running.calls[call].cancel()
 
-    def _serve(self, running: _Running, call: Coroutine) -> None:
+    def _serve(self, running: _Running, number: int, call: Coroutine) -> None:
         async def served() -> None:
             try:
                 self._send(await call)
@@ -302,8 +306,8 @@ class _Worker:
                 if not running.result.done():
                     running.result.set_exception(e)
 
-        running.calls.add(task := asyncio.ensure_future(served()))
-        task.add_done_callback(running.calls.discard)
+        running.calls[number] = task = asyncio.ensure_future(served())
+        task.add_done_callback(lambda _: running.calls.pop(number))
 
     async def _sample(self, running: _Running, asked: Ask) -> AnswerSampled:
         tokens = asked.tokens.tolist()

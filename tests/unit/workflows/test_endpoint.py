@@ -174,7 +174,9 @@ def test_a_stream_carries_the_whole_answer(tmp_path):
                 events.extend((await response.text()).strip().split("\n\n"))
 
     run(tmp_path, agent, lambda *_: CALL)
-    first, last = (json.loads(event.removeprefix("data: "))["choices"][0] for event in events[:2])
+    chunks = [json.loads(event.removeprefix("data: ")) for event in events[:2]]
+    first, last = (chunk["choices"][0] for chunk in chunks)
+    assert chunks[0]["usage"] is None and chunks[1]["usage"]["completion_tokens"] == len(CALL) + 1
     assert events[2] == "data: [DONE]" and first["finish_reason"] is None and last["finish_reason"] == "tool_calls"
     assert first["delta"]["tool_calls"][0]["index"] == 0 and last["delta"] == {}
 

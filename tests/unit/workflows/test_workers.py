@@ -66,6 +66,13 @@ MODULE = textwrap.dedent("""
         await episode.sample()
         return episode.prompt.row["deep"]["share"]
 
+    async def gives_up(episode):
+        try:
+            await asyncio.wait_for(episode.sample(), 0.2)
+        except TimeoutError:
+            await episode.sample()
+        return 1.0
+
     async def slow(episode):
         try:
             await episode.sample()
@@ -235,6 +242,27 @@ def test_episodes_that_nobody_waits_for_end(tmp_path, monkeypatch):
 
     left, counts = Pool(tmp_path, monkeypatch, "slow").run(then)
     assert left == [0] and counts["workflow_deaths"] == 0
+
+
+def test_an_answer_that_an_episode_gives_up_is_sampled_no_further(tmp_path, monkeypatch):
+    pool = Pool(tmp_path, monkeypatch, "gives_up")
+    scripted, given_up = pool.world.client.generate, []
+
+    async def slow_at_first(*arguments, **settings):
+        if not given_up:
+            given_up.append("asked")
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                given_up.append("cancelled")
+                raise
+        given_up.append("asked again")
+        return await scripted(*arguments, **settings)
+
+    pool.world.client.generate = slow_at_first
+    (found,), counts = pool.run(n=1)
+    assert counts["workflow_deaths"] == 0 and given_up == ["asked", "cancelled", "asked again"]
+    assert found.score.correct and found.answers == 1
 
 
 def test_workers_that_are_killed_while_idle_are_replaced(tmp_path, monkeypatch):
