@@ -37,7 +37,7 @@ from areal_megatron.models.architecture import architecture, read_config
 from areal_megatron.models.dtypes import ITEMSIZE
 from areal_megatron.models.weight_files import ADAPTER
 from areal_megatron.run.folder import RunFolder
-from areal_megatron.workflows.workflow import WORKFLOWS
+from areal_megatron.workflows.workflow import is_tried
 
 
 def run_of(options: argparse.Namespace) -> Path | None:
@@ -116,7 +116,7 @@ def config_of_run(options: argparse.Namespace, folder: Path) -> Config:
     rollout, reward = trained.rollout, trained.reward
     if any(own.reward.of_served for own in trained.by_environment()) and not options.reward:
         raise ConfigError(f"{folder} was scored by a served model, which has engines of its own: name another --reward")
-    asks = any(own.rollout.workflow not in WORKFLOWS for own in trained.by_environment())
+    asks = any(is_tried(own.rollout) for own in trained.by_environment())
     if asks and (helpers := [name for name in trained.served_models if name != "reward"]):
         raise ConfigError(
             f"{folder} has workflows that may ask served.{helpers[0]}, which has engines of its own: data.eval is "

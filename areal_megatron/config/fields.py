@@ -414,8 +414,10 @@ class RolloutConfig:
     dump_gb: float = key(0.0, at_least=0)
     """Most that the kept trajectories may take of the disk, in 10⁹ bytes; later batches are not kept. 0: no bound."""
     workflow: str = "single_turn"
-    """How a prompt is answered: `single_turn`, `multi_turn`, `tool_use`, or the import path
+    """How a prompt is answered: `single_turn`, `multi_turn`, `tool_use`, `program`, or the import path
     `package.module:function` of yours (docs/workflows.md)."""
+    workflow_program: str = ""
+    """Command of the program that runs the episodes of workflow=program (docs/environments.md)."""
     turns: int = key(1, at_least=1)
     """Most answers of the model in one episode."""
     samples: str = key("auto", choices=("auto", "individual", "concat"))
@@ -751,7 +753,7 @@ class Config:
     @property
     def reads_rows(self) -> bool:
         """Whether a function of the user gets whole rows: a reward or a workflow."""
-        return self.reward.is_own or ":" in self.rollout.workflow
+        return self.reward.is_own or ":" in self.rollout.workflow or self.rollout.workflow == "program"
 
     @property
     def served_models(self) -> dict[str, ServedModelConfig]:

@@ -350,6 +350,12 @@ def _check_batch(config: Config, require: Require) -> None:
             "rollout.workflow_environment",
             f"{name!r} is no name of an environment variable; expected NAME,NAME",
         )
+    runs_program = any(own.rollout.workflow == "program" for own in config.by_environment())
+    require(
+        bool(rollout.workflow_program) == runs_program,
+        "rollout.workflow_program",
+        "is the command that workflow=program runs: give both or neither",
+    )
     for number, own in enumerate(config.by_environment()):
         _check_turns(own.rollout, f"environments.{number}.turns" if config.environments else "rollout.turns", require)
 

@@ -60,10 +60,15 @@ class Api:
 
         The others stay behind: they may hold tokens of the user, and agents run what a model says.
         """
-        own = {name: os.environ[name] for name in (*ENVIRONMENT, *self.variables) if name in os.environ}
-        direct = {name: f"{own.get(name, '')},127.0.0.1".lstrip(",") for name in ("NO_PROXY", "no_proxy")}
         openai = {"OPENAI_BASE_URL": self.url, "OPENAI_API_KEY": self.key}
-        return own | direct | openai | {"ANTHROPIC_BASE_URL": self.anthropic_url, "ANTHROPIC_API_KEY": self.key}
+        anthropic = {"ANTHROPIC_BASE_URL": self.anthropic_url, "ANTHROPIC_API_KEY": self.key}
+        return self.environment_without_keys | openai | anthropic
+
+    @property
+    def environment_without_keys(self) -> dict[str, str]:
+        """The same without addresses and keys, for a process that runs several episodes."""
+        own = {name: os.environ[name] for name in (*ENVIRONMENT, *self.variables) if name in os.environ}
+        return own | {name: f"{own.get(name, '')},127.0.0.1".lstrip(",") for name in ("NO_PROXY", "no_proxy")}
 
     @property
     def anthropic_url(self) -> str:
@@ -269,6 +274,11 @@ class Episode:
     def agent_variables(self) -> list[str]:
         """The names in rollout.workflow_environment."""
         return self._resources.config.rollout.agent_variables
+
+    @property
+    def program(self) -> str:
+        """rollout.workflow_program."""
+        return self._resources.config.rollout.workflow_program
 
     def tokens_left(self, context: Transcript) -> int:
         """Returns the number of tokens that may follow `context`; 0 or less if it is full."""

@@ -17,7 +17,7 @@ import msgspec
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.data.prompts import Prompt
 from areal_megatron.process.errors import printable
-from areal_megatron.workflows.workflow import KEY, WORKFLOWS
+from areal_megatron.workflows.workflow import KEY, is_tried
 
 PATIENCE_S = 20.0
 """What takes longer than this is taken to be slow and no mistake."""
@@ -26,7 +26,7 @@ _START_S = 30.0
 
 
 def try_workflows(config: Config, prompts: Sequence[Prompt], say: Callable[[str], None]) -> None:
-    """Runs the workflows of `config` that are functions of the user for the first of `prompts`.
+    """Runs the workflows of `config` that are code of the user for the first of `prompts`.
 
     `say` is told, in a line, of what need not be a mistake, and of an episode that does not end within PATIENCE_S.
     Raises ConfigError if a workflow raises what mistakes raise (TypeError, AttributeError, NameError, ImportError) or
@@ -34,7 +34,7 @@ def try_workflows(config: Config, prompts: Sequence[Prompt], say: Callable[[str]
     """
     for number, own in enumerate(config.by_environment()):
         first = next((prompt for prompt in prompts if prompt.environment == number), None)
-        if first and own.rollout.workflow not in WORKFLOWS:
+        if first and is_tried(own.rollout):
             _try(own, first, say)
 
 

@@ -9,15 +9,22 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import shlex
+import subprocess
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from areal_megatron.config import Config, ConfigError, RolloutConfig
 from areal_megatron.config.user_function import check_path, import_function
+from areal_megatron.process.errors import printable
 
 KEY = "rollout.workflow"
 SINGLE_TURN = "single_turn"
-WORKFLOWS = (SINGLE_TURN, "multi_turn", "tool_use")
+PROGRAM = "program"
+WORKFLOWS = (SINGLE_TURN, "multi_turn", "tool_use", PROGRAM)
+
+
+_PROGRAM_START_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -65,7 +72,9 @@ def check_workflow(config: Config) -> None:
         from areal_megatron.reward.sandbox import check_isolation
 
         check_isolation(KEY)
-    if config.rollout.workflow in WORKFLOWS:
+    if config.rollout.workflow == PROGRAM:
+        _check_program(config.rollout)
+    elif config.rollout.workflow in WORKFLOWS:
         from areal_megatron.data.tokenizer import Tokenizer
 
         messages = [{"role": role, "content": "1"} for role in ("user", "assistant", "user")]
@@ -76,3 +85,25 @@ def check_workflow(config: Config) -> None:
                 tokenizer.continuation(messages, answer=1)
         except ConfigError as e:
             raise ConfigError(f"{KEY}: several turns need a template that takes them: {e}") from None
+
+
+def is_tried(rollout: RolloutConfig) -> bool:
+    """Whether the workflow runs code of the user, which the launcher tries."""
+    return rollout.workflow == PROGRAM or rollout.workflow not in WORKFLOWS
+
+
+def _check_program(rollout: RolloutConfig) -> None:
+    """Raises ConfigError unless the program starts, and ends well when its stdin ends."""
+    key = "rollout.workflow_program"
+    try:
+        command = shlex.split(rollout.workflow_program)
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_PROGRAM_START_S, errors="replace"
+        )
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"{key}: cannot be started: {e}") from None
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"{key}: has not ended {_PROGRAM_START_S:g} s after its stdin had ended") from None
+    if done.returncode:
+        said = printable((done.stderr.strip().splitlines() or ["it says nothing"])[-1], 500)
+        raise ConfigError(f"{key}: ends with code {done.returncode} before it has read anything: {said}")

@@ -1,0 +1,60 @@
+"""Runs the episodes of `rollout.workflow=program` in threads, for environments in Python (workflows/program.py).
+
+The files of this folder need the standard library and the package of their environment alone, so that a Python of its
+own can run them: such packages want other versions of what the engine has.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+_OVER = ("turns_exceeded", "context_length_exceeded")
+"""Why the run's endpoint refuses a call: the episode has used up its turns or tokens."""
+
+
+@dataclass(frozen=True)
+class Episode:
+    url: str
+    """The model's address, for OpenAI's clients."""
+    key: str
+    turns: int
+    """The number of answers that the model may give."""
+    row: dict[str, Any]
+    """The columns of the row of data.train or data.eval."""
+
+
+def is_over(error: BaseException) -> bool:
+    """Whether a client's error says that the episode has used up its turns or tokens, which is the model's fault."""
+    return any(code in str(error) for code in _OVER)
+
+
+def serve(run: Callable[[Episode], float | list[float] | None]) -> None:
+    """Answers each episode on stdin with what `run` returns, or the problem that it raises, until stdin ends.
+
+    `run` is called in a thread of the episode's own. What it prints goes to stderr. It is not told that nobody waits
+    for its episode any more: the calls that it still makes are refused.
+    """
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    writing = threading.Lock()
+
+    def answer(number: int, episode: Episode) -> None:
+        try:
+            said = {"reward": run(episode)}
+        except BaseException as e:  # the thread's last words, also of SystemExit
+            said = {"problem": f"{type(e).__name__}: {e}"[:500]}
+        with writing:
+            print(json.dumps({"episode": number, **said}), file=answers, flush=True)
+
+    for line in sys.stdin:
+        message = json.loads(line)
+        if "episode" in message:
+            episode = Episode(message["url"], message["key"], message["turns"], message["row"])
+            threading.Thread(target=answer, args=(message["episode"], episode), daemon=True).start()
+    os._exit(0)  # threads may go on

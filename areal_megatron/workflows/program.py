@@ -1,0 +1,126 @@
+"""The program workflow: episodes run in a process of their own, by another Python or in another language.
+
+The process is `rollout.workflow_program`. It reads lines of JSON from stdin and writes lines of JSON to stdout; what it
+prints otherwise has to go to stderr, into the controller's log. At the end of stdin it ends.
+
+    it reads    {"episode": 7, "url": "http://127.0.0.1:…/v1", "key": "…", "turns": 30, "row": {…}}
+                {"cancel": 7}
+    it writes   {"episode": 7, "reward": 1.0}, where a list has one for each answer, and null leaves it to
+                reward.function; or {"episode": 7, "problem": "why the episode failed"}
+
+Between the two its agent calls the model at `url`, with `key`, as any agent does (workflows/endpoint.py).
+areal_megatron/environments/serving.py does this for environments in Python.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import logging
+import shlex
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from areal_megatron.process.errors import printable
+from areal_megatron.run.json_input import parse_json
+from areal_megatron.workflows.episode import Api, Episode
+
+log = logging.getLogger(__name__)
+_LINE_BYTES = 1 << 20
+"""A longer line ends the program."""
+
+
+class ProgramError(RuntimeError):
+    """The program ended, or says that the episode failed."""
+
+
+class Program:
+    """A process that runs episodes, many at a time. It is started by the first one, and again after it has ended.
+
+    Example:
+        program = Program(["node", "agent.js"])
+        reward = await program.run(episode)
+    """
+
+    def __init__(self, command: Sequence[str]):
+        self._command, self._numbers = list(command), itertools.count()
+        self._running: dict[int, asyncio.Future] = {}
+        self._process: asyncio.subprocess.Process | None = None
+        self._starting = asyncio.Lock()
+
+    async def run(self, episode: Episode) -> Any:
+        """Returns the program's reward. Raises ProgramError, and OSError if the program cannot be started."""
+        async with episode.openai() as api:
+            async with self._starting:
+                if self._process is None:
+                    await self._start(api)
+            number = next(self._numbers)
+            ended = self._running[number] = asyncio.get_running_loop().create_future()
+            access = {"url": api.url, "key": api.key, "turns": episode.turns}
+            try:
+                self._send({"episode": number, **access, "row": episode.prompt.row})
+                return await ended
+            except asyncio.CancelledError:
+                self._send({"cancel": number})
+                raise
+            finally:
+                del self._running[number]
+
+    async def close(self) -> None:
+        """Ends the process."""
+        if self._process is not None:
+            self._process.kill()
+            await self._reading
+
+    async def _start(self, api: Api) -> None:
+        pipe = asyncio.subprocess.PIPE
+        self._process = await asyncio.create_subprocess_exec(
+            *self._command, stdin=pipe, stdout=pipe, env=api.environment_without_keys, limit=_LINE_BYTES
+        )
+        self._reading = asyncio.ensure_future(self._read(self._process))
+
+    def _send(self, message: dict[str, Any]) -> None:
+        with suppress(ConnectionError):  # it has ended, as the end of its output says
+            self._process and self._process.stdin.write(json.dumps(message).encode() + b"\n")
+
+    async def _read(self, process: asyncio.subprocess.Process) -> None:
+        problem = ""
+        try:
+            while line := await process.stdout.readline():
+                self._take(parse_json(line, exact=True))
+        except ValueError as e:  # also a line that is too long
+            problem = f", having written what is no answer: {printable(str(e), 300)}"
+            with suppress(ProcessLookupError):
+                process.kill()
+        self._process = None  # first: the next episode starts another
+        process.stdin.close()
+        error = ProgramError(f"rollout.workflow_program ended with code {await process.wait()}{problem}")
+        for ended in self._running.values():
+            if not ended.done():
+                ended.set_exception(error)
+
+    def _take(self, message: Any) -> None:
+        """Raises ValueError for what is no message."""
+        number = message.get("episode") if isinstance(message, dict) else None
+        if not isinstance(number, int) or not {"reward", "problem"} & message.keys():
+            raise ValueError(json.dumps(message)[:200])
+        ended = self._running.get(number)
+        if ended is None or ended.done():  # nobody waits for it any more
+            return
+        if "problem" in message:
+            ended.set_exception(ProgramError(str(message["problem"])))
+        else:
+            ended.set_result(message["reward"])
+
+
+_programs: dict[str, Program] = {}
+
+
+async def run(episode: Episode) -> Any:
+    """Returns the reward of rollout.workflow_program, one process of which serves all episodes of this one."""
+    command = episode.program
+    if command not in _programs:
+        _programs[command] = Program(shlex.split(command))
+    return await _programs[command].run(episode)

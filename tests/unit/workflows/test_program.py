@@ -1,0 +1,164 @@
+"""Episodes in a process of another program: its rewards, its failures, and programs that cannot be started."""
+
+import asyncio
+import shlex
+import sys
+import textwrap
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import areal_megatron.environments
+from areal_megatron.config import Config, ConfigError, RolloutConfig
+from areal_megatron.workflows.episode import EpisodeSpec
+from areal_megatron.workflows.program import Program
+from areal_megatron.workflows.sampling import Sampling
+from areal_megatron.workflows.workflow import check_workflow
+from tests.support.chat_world import World
+
+SERVING = Path(areal_megatron.environments.__file__).parent
+AGENT = f"import sys; sys.path.insert(0, {str(SERVING)!r})" + textwrap.dedent("""
+    import json, os, urllib.error, urllib.request
+    from serving import is_over, serve
+
+    def ask(episode, *said):
+        body = json.dumps({"messages": [{"role": "user", "content": text} for text in said]}).encode()
+        headers = {"Authorization": f"Bearer {episode.key}", "Content-Type": "application/json"}
+        request = urllib.request.Request(f"{episode.url}/chat/completions", body, headers)
+        try:
+            with urllib.request.urlopen(request, timeout=60) as response:
+                return json.load(response)["choices"][0]["message"]["content"]
+        except urllib.error.HTTPError as e:
+            raise RuntimeError(e.read().decode()) from None
+
+    def run(episode):
+        said, does = ask(episode, episode.row["asks"]), episode.row["does"]
+        print("printed by an environment")
+        if does == "leaves it to the reward function":
+            return None
+        if does == "fails":
+            raise ValueError("broken")
+        if does == "ends its process":
+            os._exit(3)
+        if does == "asks for ever":
+            try:
+                while True:
+                    ask(episode, said)
+            except RuntimeError as e:
+                return 0.25 if is_over(e) else 1.0
+        return {"right": 1.0, "keys": float("OPENAI_API_KEY" in os.environ)}[said]
+
+    serve(run)
+""")
+RAW = textwrap.dedent("""
+    import json, pathlib, sys
+    for line in sys.stdin:
+        message = json.loads(line)
+        if "cancel" in message:
+            pathlib.Path("cancelled").write_text(str(message["cancel"]))
+        elif message["row"]["says"]:
+            print(message["row"]["says"].replace("NUMBER", str(message["episode"])), flush=True)
+        else:
+            pathlib.Path("began").touch()
+""")
+
+
+class Place:
+    """A world whose workflow is a program, and rows for it."""
+
+    def __init__(self, folder, program, answer=lambda *_: "right", **settings):
+        (folder / "agent.py").write_text(program)
+        self.program = Program([sys.executable, str(folder / "agent.py")])
+        self.world = World(folder / "model", self.program.run, answer, **settings)
+
+    async def sample(self, n=1, **row):
+        prompt = replace(self.world.prompt(), row={"does": "", "asks": "x", **row})
+        spec, stop = EpisodeSpec(prompt, 0, "group-3", 100, "train"), self.world.tokenizer.stop_tokens
+        sampling = Sampling(self.world.client, self.world.config.rollout, stop, None)
+        return await self.world.groups.sample(sampling, spec, n)
+
+    def run(self, then):
+        async def live():
+            try:
+                return await asyncio.wait_for(then(self), 60)
+            finally:
+                await self.world.episodes.close()
+                await self.program.close()
+
+        return asyncio.run(live())
+
+
+def test_episodes_run_there_side_by_side(tmp_path):
+    async def then(place):
+        first, second = await asyncio.gather(place.sample(3), place.sample(1))
+        return [*first, *second, *await place.sample(1, asks="keys" * 20)]
+
+    place = Place(tmp_path, AGENT, lambda prompt, _: "right" if len(prompt) < 80 else "keys")
+    *found, keys = place.run(then)
+    assert [one.score.score for one in found] == [1.0] * 4 and keys.score.score == 0.0
+    assert all(one.answers == 1 and not one.score.failed for one in found)
+
+
+def test_what_it_says_of_an_episode(tmp_path):
+    async def then(place):
+        does = ("leaves it to the reward function", "fails", "asks for ever")
+        return [(await place.sample(does=one))[0] for one in does]
+
+    scored, failed, over = Place(tmp_path, AGENT, turns=3).run(then)
+    assert scored.score.correct and failed.score.failure == "ProgramError: ValueError: broken"
+    assert over.score.score == 0.25 and over.answers == 3
+
+
+def test_a_program_that_ends_is_started_again(tmp_path):
+    async def then(place):
+        ended = await place.sample(does="ends its process")
+        return [*ended, *await place.sample()]
+
+    ended, after = Place(tmp_path, AGENT).run(then)
+    assert ended.score.failure == "ProgramError: rollout.workflow_program ended with code 3" and after.score.correct
+
+
+@pytest.mark.parametrize("says", ["no JSON", '{"episode": 0}', "[]", '{"episode": "0", "reward": 1}', "x" * 2_000_000])
+def test_a_program_that_writes_anything_else_is_ended(tmp_path, says):
+    (found,) = Place(tmp_path, RAW).run(lambda place: place.sample(says=says))
+    problem = "rollout.workflow_program ended with code -9, having written what is no answer: "
+    assert found.score.failure.startswith(f"ProgramError: {problem}") and len(found.score.failure) < 600
+
+
+def test_an_answer_that_is_no_reward_fails_the_episode(tmp_path):
+    says = '{"episode": NUMBER, "reward": "much"}'
+    (found,) = Place(tmp_path, RAW).run(lambda place: place.sample(says=says))
+    assert found.score.failure.startswith("WrongResult: ") and not found.score.trained
+
+
+def test_an_episode_that_nobody_waits_for_is_cancelled(tmp_path, monkeypatch):
+    async def then(place):
+        sampling = asyncio.ensure_future(place.sample(says=""))
+        while not (tmp_path / "began").exists():
+            await asyncio.sleep(0.02)
+        sampling.cancel()
+        while not (tmp_path / "cancelled").exists():
+            await asyncio.sleep(0.02)
+        return (tmp_path / "cancelled").read_text()
+
+    monkeypatch.chdir(tmp_path)
+    assert Place(tmp_path, RAW).run(then) == "0"
+
+
+@pytest.mark.parametrize(
+    ("command", "problem"),
+    [
+        (["no such program"], "cannot be started: "),
+        (
+            [sys.executable, "-c", "exit('error: it has no data')"],
+            "ends with code 1 before it has read anything: error: it",
+        ),
+    ],
+)
+def test_a_program_that_cannot_run_is_told_at_the_launch(command, problem):
+    rollout = RolloutConfig(workflow="program", workflow_program=shlex.join(command))
+
+    config = Config(name="x", updates=1, rollout=rollout)
+    with pytest.raises(ConfigError, match=f"^rollout.workflow_program: {problem}"):
+        check_workflow(config)
