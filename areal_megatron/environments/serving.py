@@ -29,9 +29,14 @@ class Episode:
     """The columns of the row of data.train or data.eval."""
 
 
-def is_over(error: BaseException) -> bool:
-    """Whether a client's error says that the episode has used up its turns or tokens, which is the model's fault."""
-    return any(code in str(error) for code in _OVER)
+def is_over(error: BaseException | None) -> bool:
+    """Whether a client's error, or what it was raised from, says that the episode has used up its turns or tokens. This
+    is the model's fault, and no failure."""
+    while error is not None:
+        if getattr(error, "code", None) in _OVER or any(code in str(error) for code in _OVER):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def serve(run: Callable[[Episode], float | list[float] | None]) -> None:

@@ -79,14 +79,16 @@ class Tau2:
     """Runs episodes of the benchmark. `user`: the name of the registry for the kind of user."""
 
     def __init__(self, registry: Any, user: str = "user_simulator"):
+        from tau2.agent.llm_agent import LLMAgent
+        from tau2.evaluator import evaluator
+        from tau2.orchestrator.orchestrator import Orchestrator
+
         self._registry, self._tasks = registry, {}
-        self._agent, self._user = spoken_only(_agents()), spoken_only(registry.get_user_constructor(user))
+        self._orchestrator, self._evaluator = Orchestrator, evaluator
+        self._agent, self._user = spoken_only(LLMAgent), spoken_only(registry.get_user_constructor(user))
 
     def run(self, episode: Episode) -> float:
         """Returns the reward as published; 0 also if the agent has used up its turns or tokens."""
-        from tau2.evaluator.evaluator import EvaluationType, evaluate_simulation
-        from tau2.orchestrator.orchestrator import Orchestrator
-
         domain, number = episode.row["domain"], episode.row["task"]
         if domain not in self._tasks:
             self._tasks[domain] = tasks_of(self._registry, domain)
@@ -97,19 +99,13 @@ class Tau2:
         user = self._user(_user_tools(environment), scenario, llm="openai/user", llm_args=access)
         parts = {"domain": domain, "agent": agent, "user": user, "environment": environment, "task": task}
         try:
-            simulation = Orchestrator(**parts).run()
+            simulation = self._orchestrator(**parts).run()
         except Exception as e:
             if is_over(e):
                 return 0.0
             raise
-        kind = EvaluationType.ALL
-        return evaluate_simulation(simulation, task, kind, solo_mode=False, domain=domain).reward
-
-
-def _agents() -> type:
-    from tau2.agent.llm_agent import LLMAgent
-
-    return LLMAgent
+        kind = self._evaluator.EvaluationType.ALL
+        return self._evaluator.evaluate_simulation(simulation, task, kind, solo_mode=False, domain=domain).reward
 
 
 def _user_tools(environment: Any) -> list[Any] | None:
