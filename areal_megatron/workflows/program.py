@@ -9,7 +9,7 @@ prints otherwise has to go to stderr, into the controller's log. At the end of s
                 reward.function; or {"episode": 7, "problem": "why the episode failed"}
 
 Between the two its agent calls the model at `url`, with `key`, as any agent does (workflows/endpoint.py).
-areal_megatron/environments/serving.py does this for environments in Python.
+areal_megatron/workflows/environments/serving.py does this for environments in Python.
 """
 
 from __future__ import annotations

@@ -44,6 +44,7 @@ CONTENTS = {
         "data",
         "rewards",
         "workflows",
+        "environments",
         "served",
         "algorithms",
         "staleness",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-import areal_megatron.environments
+import areal_megatron.workflows.environments
 from areal_megatron.config import Config, ConfigError, RolloutConfig
 from areal_megatron.workflows.episode import EpisodeSpec
 from areal_megatron.workflows.program import Program
@@ -17,7 +17,7 @@ from areal_megatron.workflows.sampling import Sampling
 from areal_megatron.workflows.workflow import check_workflow
 from tests.support.chat_world import World
 
-SERVING = Path(areal_megatron.environments.__file__).parent
+SERVING = Path(areal_megatron.workflows.environments.__file__).parent
 AGENT = f"import sys; sys.path.insert(0, {str(SERVING)!r})" + textwrap.dedent("""
     import json, os, urllib.error, urllib.request
     from serving import is_over, serve

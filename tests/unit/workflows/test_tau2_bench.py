@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from areal_megatron.environments import tau2_bench
+from areal_megatron.workflows.environments import tau2_bench
 from areal_megatron.workflows.episode import EpisodeSpec
 from areal_megatron.workflows.program import Program
 from areal_megatron.workflows.sampling import Sampling

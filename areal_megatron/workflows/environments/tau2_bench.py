@@ -20,9 +20,9 @@ from typing import Any
 os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else it asks the network for prices when imported
 
 if __name__ == "__main__":  # a file of a folder, not of a package: the Python that runs it need not have this one
-    from serving import Episode, is_over, serve
+    from serving import ServedEpisode, is_over, serve
 else:
-    from areal_megatron.environments.serving import Episode, is_over, serve
+    from areal_megatron.workflows.environments.serving import ServedEpisode, is_over, serve
 
 VERSION = "26.3"
 ANSWER_TIMEOUT_S = 21_600
@@ -87,7 +87,7 @@ class Tau2:
         self._orchestrator, self._evaluator = Orchestrator, evaluator
         self._agent, self._user = spoken_only(LLMAgent), spoken_only(registry.get_user_constructor(user))
 
-    def run(self, episode: Episode) -> float:
+    def run(self, episode: ServedEpisode) -> float:
         """Returns the reward as published; 0 also if the agent has used up its turns or tokens."""
         domain, number = episode.row["domain"], episode.row["task"]
         if domain not in self._tasks:

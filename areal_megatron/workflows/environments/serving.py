@@ -19,7 +19,7 @@ _OVER = ("turns_exceeded", "context_length_exceeded")
 
 
 @dataclass(frozen=True)
-class Episode:
+class ServedEpisode:
     url: str
     """The model's address, for OpenAI's clients."""
     key: str
@@ -39,7 +39,7 @@ def is_over(error: BaseException | None) -> bool:
     return False
 
 
-def serve(run: Callable[[Episode], float | list[float] | None]) -> None:
+def serve(run: Callable[[ServedEpisode], float | list[float] | None]) -> None:
     """Answers each episode on stdin with what `run` returns, or the problem that it raises, until stdin ends.
 
     `run` is called in a thread of the episode's own. What it prints goes to stderr. It is not told that nobody waits
@@ -49,7 +49,7 @@ def serve(run: Callable[[Episode], float | list[float] | None]) -> None:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     writing = threading.Lock()
 
-    def answer(number: int, episode: Episode) -> None:
+    def answer(number: int, episode: ServedEpisode) -> None:
         try:
             said = {"reward": run(episode)}
         except BaseException as e:  # the thread's last words, also of SystemExit
@@ -60,6 +60,6 @@ def serve(run: Callable[[Episode], float | list[float] | None]) -> None:
     for line in sys.stdin:
         message = json.loads(line)
         if "episode" in message:
-            episode = Episode(message["url"], message["key"], message["turns"], message["row"])
+            episode = ServedEpisode(message["url"], message["key"], message["turns"], message["row"])
             threading.Thread(target=answer, args=(message["episode"], episode), daemon=True).start()
     os._exit(0)  # threads may go on
