@@ -62,7 +62,15 @@ class Sampler:
             if trained:
                 engine.timeline.event("generate", start, end, prompt=prompt.id, answers=n, tokens=tokens)
 
-        sampling = Sampling(client, rollout, self.stop_tokens, salt, may_interrupt, decoding, sampled)
+        sampling = Sampling(
+            client,
+            rollout,
+            self.stop_tokens,
+            salt,
+            may_interrupt=may_interrupt,
+            decoding=decoding,
+            sampled=sampled,
+        )
         try:
             ended = await environment.runner.sample(sampling, spec, n, interrupted)
             if end and trained:

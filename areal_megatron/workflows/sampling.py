@@ -47,11 +47,11 @@ class Sampling:
     """Returns whether requests are being aborted. If not, an aborted request has failed."""
     decoding: Decoding | None = None
     """None: as for training, from the whole distribution at rollout.temperature."""
-    adapter: str = ""
-    """The name of one of several adapters that the engine serves."""
     sampled: Callable[[int], None] = lambda tokens: None
     """Called with the number of sampled tokens as soon as the engine has nothing more to do for these trajectories, if
     that is before they are scored."""
+    adapter: str = ""
+    """The name of one of several adapters that the engine serves."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,84 @@
+"""Asks served.teacher how likely it finds what was sampled, for the KL divergence from it (ppo.penalty.kl_model)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Sequence
+
+import numpy as np
+
+from areal_megatron.config import Config
+from areal_megatron.data.trajectory import Trajectory
+from areal_megatron.engine.client import EngineClient, EngineError
+from areal_megatron.process.lateness import now
+from areal_megatron.run.folder import RunError, RunFolder, served_name
+
+log = logging.getLogger(__name__)
+_NAME = "teacher"
+_AT_ONCE = 32
+"""Most requests to an engine at the same time: more would wait there, and their time would run out."""
+_RETRY_S = 1.0
+_REMIND_S = 60.0
+
+
+class Teacher:
+    """The engines of served.teacher. Make and use it in one event loop.
+
+    Example:
+        teacher = Teacher(config, RunFolder(config.run_dir))
+        await teacher.score(trajectories)
+        print(trajectories[0].reference)
+    """
+
+    def __init__(self, config: Config, run: RunFolder):
+        self._model, self._away_s, self._run, self._token = config.served.teacher, config.reward.away_s, run, run.token
+        self._adapter = _NAME if self._model.adapter else ""
+        self._clients: dict[str, EngineClient] = {}
+        """By endpoint, which is another one when an engine has been started again."""
+        self._room = asyncio.Semaphore(_AT_ONCE * self._model.engines)
+        self._asked = 0
+
+    async def score(self, trajectories: Sequence[Trajectory]) -> None:
+        """Sets `reference` of all trajectories with trained tokens. While the engines are away they are waited for;
+        raises RunError if that takes longer than reward.away_s."""
+        async with asyncio.TaskGroup() as group:
+            for trajectory in trajectories:
+                if trajectory.loss_mask.any():
+                    group.create_task(self._score(trajectory))
+
+    async def _score(self, trajectory: Trajectory) -> None:
+        tokens = [*trajectory.prompt.tolist(), *trajectory.response.tolist()]
+        async with self._room:
+            logprobs = await self._logprobs(tokens)
+        trajectory.reference = logprobs[len(trajectory.prompt) - 1 :]
+
+    async def _logprobs(self, tokens: list[int]) -> np.ndarray:
+        """Returns the log-probabilities of all tokens but the first."""
+        began = reminded = now()
+        while True:
+            problem = ""
+            for index in random.sample(range(self._model.engines), self._model.engines):
+                try:
+                    client, self._asked = self._client(served_name(_NAME, index)), self._asked + 1
+                    request_id = f"{_NAME}-{self._asked}"
+                    return (await client.score(tokens, request_id=request_id, adapter=self._adapter))[0]
+                except (EngineError, RunError) as e:
+                    problem = str(e)
+            if (away_s := now() - began) > self._away_s:
+                raise RunError(f"served.{_NAME}: away for {away_s:.0f} s (reward.away_s): {problem}")
+            if now() - reminded > _REMIND_S:
+                reminded = now()
+                log.warning("answers have waited %.0f s for served.%s: %s", away_s, _NAME, problem)
+            await asyncio.sleep(_RETRY_S)
+
+    def _client(self, engine: str) -> EngineClient:
+        endpoint = self._run.endpoint(engine)
+        if endpoint not in self._clients:
+            self._clients[endpoint] = EngineClient(engine, endpoint, self._token, self._model.timeout_s)
+        return self._clients[endpoint]
+
+    async def close(self) -> None:
+        for client in self._clients.values():
+            await client.close()
