@@ -69,18 +69,10 @@ def check_model(config: Config, weights: bool = True, trains: bool = True) -> No
         raise ConfigError(
             f"model.path: {path} is a reward model ({model.name}), mode={config.mode} trains language models"
         )
-    if trains and model.family.untrained:
-        raise ConfigError(
-            f"model.path: {path} is a {model.name}, which has no trainer: {model.family.untrained}; `areal evaluate` "
-            "and `areal convert` take it"
-        )
     if config.mode == "reward_model":
         as_reward_model(hf)
-    if model.dimensions.linear and config.machine.is_cpu and config.model.dtype != "bfloat16":
-        raise ConfigError(
-            f"model.path: {path} has gated delta nets, which vLLM computes in bfloat16 alone on CPU, not in "
-            f"{config.model.dtype}: `areal convert to-hf {path} NEW_FOLDER --dtype bfloat16` makes another"
-        )
+    if model.dimensions.linear:
+        _check_linear_attention(config, path, trains)
     _check_computation(hf, path)
     _check_whole(hf, path)
     _check_generation(Path(path), model.dimensions.vocabulary)
@@ -268,6 +260,22 @@ def _check_computation(hf: dict[str, Any], path: str) -> None:
         raise ConfigError(f"model.path: {path}/config.json sets use_sliding_window, which the trainer does not have")
     if hf.get("hidden_act", "silu") != "silu":
         raise ConfigError(f"model.path: {path}/config.json has hidden_act {shown(hf['hidden_act'])}; known is silu")
+
+
+def _check_linear_attention(config: Config, path: str, trains: bool) -> None:
+    engines = config.mode == "rl" or not trains
+    if engines and config.machine.is_cpu and config.model.dtype != "bfloat16":
+        raise ConfigError(
+            f"model.path: {path} has gated delta nets, which vLLM computes in bfloat16 alone on CPU, not in "
+            f"{config.model.dtype}: `areal convert to-hf {path} NEW_FOLDER --dtype bfloat16` makes another"
+        )
+    if trains and config.trainer.cp > 1:
+        raise ConfigError(
+            f"trainer.cp: {config.trainer.cp}, but the states of the gated delta nets of {path} go through a sequence "
+            "token by token, on one rank; take tp, pp or dp in its place"
+        )
+    if trains and config.lora.rank:
+        raise ConfigError(f"lora.rank: {config.lora.rank}, but the gated delta nets of {path} take no adapters")
 
 
 def _check_latents(config: Config, hf: dict[str, Any], d: Dimensions) -> None:

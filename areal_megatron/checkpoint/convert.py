@@ -101,7 +101,7 @@ def from_hf(
     config = read_config(source)
     model = HfFolder.of_model(source, config)
     layout = torch_dist.layout(config)
-    pieces = torch_dist.by_parameter(layout)
+    pieces, built = torch_dist.by_parameter(layout), architecture(config)
     kinds = {
         pattern: layout.dtypes.get(pattern) or dtype or model.dtype(own[0].tensor) for pattern, own in pieces.items()
     }
@@ -109,7 +109,8 @@ def from_hf(
         name: (pattern, single.start[: numbers(pattern)])
         for pattern, shape in layout.held.items()
         for single in whole(shape).singles(numbers(pattern))
-        for name in _both_names(name_at(pattern, single.start[: numbers(pattern)]))
+        for plain in [name_at(pattern, single.start[: numbers(pattern)])]
+        for name in dict.fromkeys((plain, torch_dist.other_name(plain, built)))
     }
     """A tensor's name → its pattern, and what its numbers are there."""
     tensors = {name: (kinds[pattern], layout.held[pattern][len(at) :]) for name, (pattern, at) in places.items()}
@@ -212,10 +213,6 @@ def from_peft(
         if verify:
             with closing(DistCheckpoint(folder / TRAINER, config, adapter)) as result:
                 compare(factors, result, peft.factor_tensors(canonical, kind), blocks, progress)
-
-
-def _both_names(name: str) -> list[str]:
-    return [*dict.fromkeys((name, torch_dist.other_name(name)))]
 
 
 def compare(

@@ -10,8 +10,9 @@ convolution of a gated delta net are tensors of their own (`….in_proj.weight.q
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -25,7 +26,7 @@ from areal_megatron.checkpoint.torch_dist_metadata import Chunk, stored_tensors
 from areal_megatron.models.adapter import Adapter, adapted
 from areal_megatron.models.architecture import FAMILIES, Architecture, architecture
 from areal_megatron.models.pattern import NUMBER, name_at, numbers
-from areal_megatron.models.table import EMBEDDING, HEAD
+from areal_megatron.models.table import EMBEDDING, HEAD, Row
 from areal_megatron.reshard import trainer_layout
 from areal_megatron.reshard.boxes import Box, Layout, Piece, Shape, whole
 from areal_megatron.reshard.trainer_layout import MegatronSizes
@@ -37,8 +38,8 @@ ADAPTER = "adapter"
 which is the tensor's first axis."""
 MODEL_PREFIXES = ("embedding.", "decoder.", "output_layer.", f"{ADAPTER}.")
 """Prefixes of the model's tensors, but not of the optimizer's and others."""
-ALIASES = {f".{row.megatron}": f".{row.fused}" for family in FAMILIES.values() for row in family.layer if row.fused}
-"""How the layer norms' names end, and how where TransformerEngine holds them inside the linear layers that follow."""
+_LAYER = re.compile(r"layers\.(\d+)\.")
+"""The number of a layer, in names of models whose layers differ."""
 PADDED = (EMBEDDING.megatron, HEAD.megatron)
 
 
@@ -109,12 +110,24 @@ def tensor_name(parameter: str, alike: bool = True) -> str:
     return name.replace("layers.{}", "layers") if alike else name
 
 
-def other_name(name: str) -> str:
-    """Returns the name that a layer norm has where TransformerEngine holds it; of other tensors the name itself."""
-    for plain, fused in ALIASES.items():
+def other_name(name: str, model: Architecture) -> str:
+    """Returns the name that a layer norm has where a linear layer of TransformerEngine holds it; of other tensors the
+    name itself."""
+    layer = _LAYER.search(name)
+    rows = [row for row in model.layer if not layer or int(layer[1]) in model.dimensions.layers_with(row)]
+    for plain, fused in {**ALIASES, **_aliases(rows)}.items():
         if name.endswith(plain):
             return name.removesuffix(plain) + fused
     return name
+
+
+def _aliases(rows: Iterable[Row]) -> dict[str, str]:
+    return {f".{row.megatron}": f".{row.fused}" for row in rows if row.fused}
+
+
+ALIASES = _aliases(row for family in FAMILIES.values() for row in family.layer)
+"""How the layer norms' names end, and how where TransformerEngine holds them inside the linear layers that follow; also
+of layers that a model does not have so, since Megatron's own name the norm before experts after a linear layer, too."""
 
 
 def by_parameter(layout: Layout) -> dict[str, list[Piece]]:
@@ -151,12 +164,12 @@ class DistCheckpoint:
     def __init__(self, folder: Path, hf_config: Mapping[str, Any], adapter: Adapter | None = None):
         self.folder = folder
         self._stored = stored_tensors(folder, MODEL_PREFIXES)
-        expected = layout(hf_config, adapter)
+        expected, model = layout(hf_config, adapter), architecture(hf_config)
+        others = {name: other_name(name, model) for name in expected.parameters}
         self._name_of = {
-            name: name if name in self._stored or other_name(name) not in self._stored else other_name(name)
-            for name in expected.parameters
+            name: name if name in self._stored or other not in self._stored else other for name, other in others.items()
         }
-        self._check_shapes(expected, architecture(hf_config).name)
+        self._check_shapes(expected, {*others, *others.values()}, model.name)
         self._pieces: dict[str, list[Piece]] = defaultdict(list)
         for piece in expected.pieces:
             self._pieces[piece.tensor].append(piece)
@@ -197,7 +210,7 @@ class DistCheckpoint:
                     self._located[chunk] = chunk.locate()
                 read_box(self._files, self._located[chunk], common, out[common.within(region).slices], dtype)
 
-    def _check_shapes(self, expected: Layout, model: str) -> None:
+    def _check_shapes(self, expected: Layout, known: set[str], model: str) -> None:
         for name, shape in expected.parameters.items():
             if self._name_of[name] not in self._stored:
                 raise CheckpointError(
@@ -210,7 +223,6 @@ class DistCheckpoint:
                     f"{self.folder}: {name} has shape {list(found)}, config.json ({model}) asks for {list(shape)}; "
                     "give the config of the model that was saved"
                 )
-        known = {*expected.parameters, *map(other_name, expected.parameters)}
         for name, stored in self._stored.items():
             if name not in known:
                 raise CheckpointError(

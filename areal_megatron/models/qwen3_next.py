@@ -21,7 +21,7 @@ from areal_megatron.models.table import (
 )
 
 _NET = (
-    replace(INPUT_NORM, megatron="self_attention.in_proj.layer_norm_weight"),
+    replace(INPUT_NORM, fused="self_attention.in_proj.layer_norm_weight"),
     Row(
         Cut.GROUPS,
         "self_attention.in_proj.weight",
@@ -94,7 +94,7 @@ def _of_one(row: Row) -> Row:
     return replace(row, vllm=row.vllm.replace("shared_experts.", "shared_expert."), tensors=one)
 
 
-_SHARED_EXPERT_GATE = Row(
+SHARED_EXPERT_GATE = Row(
     Cut.WHOLE,
     "mlp.shared_experts.gate_weight",
     "mlp.shared_expert_gate.weight",
@@ -108,8 +108,8 @@ QWEN3_NEXT = Family(
         ROUTER,
         *EXPERTS,
         *map(_of_one, SHARED_EXPERTS),
-        _SHARED_EXPERT_GATE,
+        SHARED_EXPERT_GATE,
     ),
     refused=("attention_bias", "mlp_only_layers"),
-    untrained="megatron-core has no gated delta nets for packed sequences",
+    added_to_one=True,
 )

@@ -236,8 +236,8 @@ class Family:
     """Whether engines read in config.json how wide a head is; if not, it is the hidden size over the heads."""
     reward_models: bool = True
     """Whether transformers has a class of reward models with these layers."""
-    untrained: str = ""
-    """Why trainers do not have the family; "" if they do."""
+    added_to_one: bool = False
+    """Whether the weights of norms are what is added to 1, but for those inside a gated delta net."""
 
     @property
     def has_experts(self) -> bool:

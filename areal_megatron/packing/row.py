@@ -202,6 +202,10 @@ class View:
         )
         """int64 [length]: the place of each token in its sequence, prefix included"""
         self.pasts = tuple(self._pasts(row, division))
+        number = {run.segment: at for at, run in enumerate(self.runs)}
+        self.parents = (*(number.get(row.prefixes[run.segment], -1) for run in self.runs), *[-1] * bool(self.filler))
+        """The number of the run of the prefix that each run continues, in the order of `sizes`, −1 if none; if no
+        sequence is cut."""
 
     @cached_property
     def key_places(self) -> np.ndarray:

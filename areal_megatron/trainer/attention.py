@@ -22,7 +22,9 @@ from torch import Tensor
 
 from areal_megatron.packing.row import View, whole_sequences
 from areal_megatron.trainer.attention_blocks import Blocks, PastBlock, attend_in_blocks, attend_with_past
+from areal_megatron.trainer.convolution import Earlier
 from areal_megatron.trainer.copies import to_device
+from areal_megatron.trainer.delta_rule import Chunks
 from areal_megatron.trainer.made_again import not_kept
 
 
@@ -39,6 +41,7 @@ class Packed(PackedSeqParams):
     routes: Tensor | None = None
     """int16 [layers, T, k]: the experts that this rank's T tokens go to (trainer/routing.py), −1 where the router
     chooses; None if it chooses for all tokens."""
+    _earlier: dict[int, Earlier] = field(default_factory=dict)
 
     @cached_property
     def positions(self) -> Tensor:
@@ -63,6 +66,16 @@ class Packed(PackedSeqParams):
     @cached_property
     def blocks(self) -> Blocks:
         return Blocks.of(self.view.sizes, self.device)
+
+    @cached_property
+    def chunks(self) -> Chunks:
+        return Chunks.of(self.view.sizes, self.view.parents, self.device)
+
+    def earlier(self, back: int) -> Earlier:
+        """Where tokens find the one `back` places before them."""
+        if back not in self._earlier:
+            self._earlier[back] = Earlier.of(self.view.sizes, self.view.parents, back, self.device)
+        return self._earlier[back]
 
     @property
     def own_keys(self) -> slice:

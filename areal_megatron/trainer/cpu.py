@@ -33,6 +33,7 @@ MODULES = (
     "megatron.core.optimizer",
     "megatron.core.optimizer_param_scheduler",
     "megatron.core.pipeline_parallel",
+    "megatron.core.ssm.gated_delta_net",
     "megatron.core.tensor_parallel",
     "megatron.core.transformer.moe.moe_layer",
     "megatron.core.transformer.multi_latent_attention",

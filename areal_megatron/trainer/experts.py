@@ -15,6 +15,7 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor
 from torch.nn import ModuleList
 
+from areal_megatron.trainer.gathered import settle
 from areal_megatron.trainer.made_again import made_again
 
 _ALIGNED = 16
@@ -42,7 +43,8 @@ class Experts(SequentialMLP):
         rows, probs = permuted_local_hidden_states, permuted_probs
         if not self.grouped or not len(rows):
             return super().forward(rows, tokens_per_expert, probs)
-        self._settle()
+        for expert in reversed(self.local_experts):
+            settle(expert.linear_fc1, expert.linear_fc2)
         counts = tokens_per_expert.tolist()
         first = [expert.linear_fc1.weight for expert in self.local_experts]
         second = [expert.linear_fc2.weight for expert in self.local_experts]
@@ -64,13 +66,6 @@ class Experts(SequentialMLP):
             return weighted_bias_swiglu_impl(inner, None, probs.unsqueeze(-1))
         gate, up = inner.chunk(2, dim=-1)
         return (F.silu(gate) * up * probs.unsqueeze(-1)).to(inner.dtype)
-
-    def _settle(self) -> None:
-        """Waits for gathered weights, as Megatron does before a layer is called; here none of these layers is."""
-        for expert in reversed(self.local_experts):
-            for linear in (expert.linear_fc1, expert.linear_fc2):
-                for settle in linear._forward_pre_hooks.values():
-                    settle(linear, ())
 
 
 class _LastFirst(ModuleList):

@@ -11,6 +11,7 @@ from megatron.core.extensions.transformer_engine import TENorm
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.post_training.modelopt.layers import Linear
+from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -37,24 +38,40 @@ from torch import Tensor
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 from areal_megatron.trainer import elementwise
 from areal_megatron.trainer.attention import CoreAttention
+from areal_megatron.trainer.delta_net import DeltaNet
 from areal_megatron.trainer.experts import Experts
 from areal_megatron.trainer.routing import RouteOverride
 
 
 class RMSNorm(torch.nn.Module):
-    """RMSNorm in float32 whatever the dtype, as in Hugging Face models."""
+    """RMSNorm in float32 whatever the dtype, as in Hugging Face models.
+
+    With `layernorm_zero_centered_gamma` of the config the weights are what is added to 1.
+    """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any):
         super().__init__()
-        self.eps = eps
+        self.eps, self.added_to_one = eps, config.layernorm_zero_centered_gamma
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         # Each rank sees only a part of the tokens, so Megatron must sum this gradient over tp.
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.is_cuda:
-            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        return elementwise.rms_norm(x, self.weight, self.eps)
+        # In half precision 1 and a small weight would round to 1.
+        weight = 1 + self.weight.float() if self.added_to_one else self.weight
+        if not x.is_cuda:
+            return elementwise.rms_norm(x, weight, self.eps)
+        if self.added_to_one:
+            return F.rms_norm(x.float(), weight.shape, weight, self.eps).to(x.dtype)
+        return F.rms_norm(x, weight.shape, weight, self.eps)
+
+
+class FactorNorm(RMSNorm):
+    """RMSNorm whose weights are factors in every model."""
+
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        self.added_to_one = False
 
 
 class Router(TopKRouter):
@@ -96,12 +113,14 @@ def block_spec(
     first, count = get_transformer_layer_offset(config, virtual), get_num_layers_to_build(config, vp_stage=virtual)
 
     @cache
-    def layer(experts: bool) -> ModuleSpec:
-        return _engine_layer(config, experts) if sizes.fused_layernorm else _local_layer(config, experts, grouped)
+    def layer(experts: bool, linear: bool) -> ModuleSpec:
+        if sizes.fused_layernorm:
+            return _engine_layer(config, experts)
+        return _local_layer(config, experts, linear, grouped)
 
-    frequency = config.moe_layer_freq
+    frequency, linear = config.moe_layer_freq, config.linear_attention_freq or [0] * config.num_layers
     experts = frequency if isinstance(frequency, list) else [config.num_moe_experts is not None] * config.num_layers
-    layers = [layer(bool(each)) for each in experts[first : first + count]]
+    layers = [layer(bool(experts[number]), bool(linear[number])) for number in range(first, first + count)]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=TENorm if sizes.fused_layernorm else RMSNorm)
 
 
@@ -118,25 +137,26 @@ def _engine_layer(config: TransformerConfig, experts: bool) -> ModuleSpec:
     return layer
 
 
-def _local_layer(config: TransformerConfig, has_experts: bool, grouped: bool) -> ModuleSpec:
-    linear = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+def _local_layer(config: TransformerConfig, has_experts: bool, linear: bool, grouped: bool) -> ModuleSpec:
+    products = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     if has_experts:
-        experts = ModuleSpec(module=Experts, submodules=linear, params={"grouped": grouped})
-        shared = ModuleSpec(module=SharedExpertMLP, submodules=linear)
+        experts = ModuleSpec(module=Experts, submodules=products, params={"grouped": grouped})
+        shared = ModuleSpec(module=SharedExpertMLP, submodules=products)
         submodules = MoESubmodules(experts=experts, shared_experts=shared, router=Router)
         mlp = ModuleSpec(module=MoELayer, submodules=submodules)
     else:
-        mlp = ModuleSpec(module=MLP, submodules=linear)
+        mlp = ModuleSpec(module=MLP, submodules=products)
+    attention = _latent_attention if config.multi_latent_attention else _attention
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
-            self_attention=(_latent_attention if config.multi_latent_attention else _attention)(config),
+            self_attention=DELTA_NET if linear else attention(config),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=RMSNorm,
             mlp=mlp,
             mlp_bda=get_bias_dropout_add,
-            sharded_state_dict_keys_map=checkpoint_names(has_experts, config.multi_latent_attention),
+            sharded_state_dict_keys_map=checkpoint_names(has_experts, config.multi_latent_attention, linear),
         ),
     )
 
@@ -177,12 +197,17 @@ def _latent_attention(_: TransformerConfig) -> ModuleSpec:
     )
 
 
-def checkpoint_names(has_experts: bool, has_latents: bool = False) -> dict[str, str]:
+DELTA_NET = ModuleSpec(
+    module=DeltaNet, submodules=GatedDeltaNetSubmodules(ColumnParallelLinear, FactorNorm, RowParallelLinear)
+)
+
+
+def checkpoint_names(has_experts: bool, has_latents: bool = False, linear: bool = False) -> dict[str, str]:
     """Returns prefix of a local layer's parameters → prefix of TransformerEngine's, under which checkpoints hold both.
 
     Megatron's own local layers name the norm before experts after a linear layer, too; TransformerEngine's do not.
     """
-    names = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+    names = {"input_layernorm.": f"self_attention.{'in_proj' if linear else 'linear_qkv'}.layer_norm_"}
     if has_latents:
         up = {each: f"self_attention.linear_{each}_up_proj.layer_norm_" for each in ("q", "kv")}
         names = {f"self_attention.{each}_layernorm.": name for each, name in up.items()}

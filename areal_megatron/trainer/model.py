@@ -23,12 +23,14 @@ from areal_megatron.models.adapter import Adapter
 from areal_megatron.models.architecture import Architecture, architecture, read_config
 from areal_megatron.models.qwen2 import QKV_BIAS
 from areal_megatron.models.qwen3 import HEAD_NORMS
-from areal_megatron.models.table import ROUTER_BIAS, Dimensions
+from areal_megatron.models.qwen3_next import SHARED_EXPERT_GATE
+from areal_megatron.models.table import ROUTER_BIAS, Cut, Dimensions
 from areal_megatron.reshard.boxes import Layout
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 from areal_megatron.trainer import hardware
 from areal_megatron.trainer.adapter import add_adapters, is_factor
 from areal_megatron.trainer.cpu import cpu_passes_for_cuda
+from areal_megatron.trainer.gathered import settle
 from areal_megatron.trainer.layers import block_spec
 from areal_megatron.trainer.megatron_fields import with_fields
 from areal_megatron.trainer.patches import accumulate_in_products
@@ -47,9 +49,7 @@ class Policy(GPTModel):
 
     def _postprocess(self, hidden_states, *_, **__):
         if self.post_process:
-            # Megatron waits for the layer's gathered weight before the layer is called, which it never is here.
-            for settle in self.output_layer._forward_pre_hooks.values():
-                settle(self.output_layer, ())
+            settle(self.output_layer)
         return hidden_states
 
     @property
@@ -278,10 +278,11 @@ def _chunk(
 
 
 def parallel_sizes(config: Config, device: torch.device) -> MegatronSizes:
-    """Returns the trainer pool's sizes. Layers are TransformerEngine's if it is installed, the device is CUDA and they
-    get no adapters."""
+    """Returns the trainer pool's sizes. Layers are TransformerEngine's if it is installed, the device is CUDA, they get
+    no adapters and none is a gated delta net."""
     # Adapters need what TransformerEngine's layers give to no one: the norm of their input, which they compute within.
-    engine = device.type == "cuda" and HAVE_TE and not config.has_adapters
+    plain = config.has_adapters or architecture(read_config(config.model.path)).dimensions.linear
+    engine = device.type == "cuda" and HAVE_TE and not plain
     return MegatronSizes.of(config.trainer, transformer_engine=engine)
 
 
@@ -308,6 +309,8 @@ def transformer_config(
         layernorm_epsilon=hf.rms_norm_eps,
         qk_layernorm=latents or held.has(HEAD_NORMS[0]),
         add_qkv_bias=held.has(QKV_BIAS),
+        attention_output_gate=any(row.cut is Cut.GATED_HEADS for row in held.layer),
+        layernorm_zero_centered_gamma=held.family.added_to_one,
         add_bias_linear=False,
         gated_linear_unit=True,
         activation_func=F.silu,
@@ -326,6 +329,7 @@ def transformer_config(
         **fusions,
         **(_latents(hf, dimensions) if latents else _scale(hf, dimensions)),
         **(_experts(sizes, hf, held) if dimensions.experts else {}),
+        **(_linear_attention(dimensions) if dimensions.linear else {}),
         **_parallel(config, sizes, dimensions.layers, on_cuda=device.type == "cuda"),
         **_whole_layers_again(config, dimensions.layers),
     )
@@ -387,12 +391,25 @@ def _experts(sizes: MegatronSizes, hf: PretrainedConfig, held: Architecture) -> 
         "num_moe_experts": d.experts,
         "moe_ffn_hidden_size": d.expert_ffn,
         "moe_shared_expert_intermediate_size": d.shared_ffn or None,
+        "moe_shared_expert_gate": held.has(SHARED_EXPERT_GATE),
         # A list names the tensors of checkpoints by layer, as they must be where layers differ.
         "moe_layer_freq": [0] * d.dense_layers + [1] * d.sparse_layers if d.dense_layers else 1,
         "moe_router_topk": hf.num_experts_per_tok,
         "moe_router_dtype": "fp32",
         "moe_grouped_gemm": sizes.grouped_experts,
         **(_sigmoid_router(hf) if held.has(ROUTER_BIAS) else _softmax_router(hf)),
+    }
+
+
+def _linear_attention(d: Dimensions) -> dict[str, Any]:
+    return {
+        # A list names the tensors of checkpoints by layer.
+        "linear_attention_freq": [int(number in d.linear) for number in range(d.layers)],
+        "linear_conv_kernel_dim": d.kernel,
+        "linear_key_head_dim": d.linear_key_dim,
+        "linear_value_head_dim": d.linear_value_dim,
+        "linear_num_key_heads": d.linear_key_heads,
+        "linear_num_value_heads": d.linear_value_heads,
     }
 
 

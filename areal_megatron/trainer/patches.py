@@ -26,6 +26,8 @@ def apply() -> None:
     # Latent attention believes that TransformerEngine is there, and looks for its classes.
     engine = sys.modules["megatron.core.extensions.transformer_engine"]
     patch(sys.modules["megatron.core.transformer.multi_latent_attention"], "HAVE_TE", engine.HAVE_TE)
+    # Gated delta nets believe that they need a library for GPUs; trainer/delta_net.py computes without it, too.
+    patch(sys.modules["megatron.core.ssm.gated_delta_net"], "HAVE_FLA", True)
     # Its default fp8=False is not None, which it treats as a request for FP8, and that needs TransformerEngine.
     recomputation = sys.modules["megatron.core.tensor_parallel.random"].CheckpointWithoutOutput
     patch(recomputation.__init__, "__defaults__", (None,))

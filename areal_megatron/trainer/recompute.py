@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
@@ -97,7 +98,8 @@ def _forward(
 
 
 def _shared_forward(mlp: SharedExpertMLP, repeats_product: bool, hidden: Tensor) -> Tensor:
-    return _forward(mlp, repeats_product, hidden)[0]
+    output = _forward(mlp, repeats_product, hidden)[0]
+    return output * F.linear(hidden, mlp.gate_weight).sigmoid() if mlp.use_shared_expert_gate else output
 
 
 def _same(x: Tensor) -> tuple[Tensor, None]:

@@ -14,11 +14,12 @@ CASES = {
     "experts": ("qwen3_moe", {"dp": 2, "ep": 2}, [{"dp": 2, "ep": 2}, {"dp": 4, "ep": 4}, {}, {"cp": 2, "ep": 2}]),
     "sigmoid-router": ("glm4_moe", {"dp": 2, "ep": 2}, [{"dp": 2, "ep": 2}, {"tp": 2}, {"pp": 2, "vpp": 2}]),
     "latents": ("deepseek_v3", {"dp": 2, "ep": 2}, [{"tp": 2}]),
+    "gated-delta-nets": ("qwen3_next", {"tp": 2}, [{"tp": 2}, {"pp": 2, "vpp": 2}, {"dp": 2, "ep": 2}]),
     "context": ("qwen3", {"cp": 2}, [{"cp": 2}, {"dp": 2}, {"cp": 2, "tp": 2}]),
 }
 """A model, the layout that saves, and those that resume."""
 WITH_CRITIC = ("dense", "replicas")
-SOAKED = ("context", "replicas", "sigmoid-router", "latents")
+SOAKED = ("context", "replicas", "sigmoid-router", "latents", "gated-delta-nets")
 """`dense` goes on with replicas, too. The others are families whose tensors are saved as those of `experts` are, by
 names of their own (test_convert.py)."""
 

@@ -34,6 +34,8 @@ SAVED = {
         "two-kinds-of-layers-ep2": ("glm4_moe", {"tp": 2, "dp": 2, "ep": 2, "etp": 1}, "float32"),
         "latents": ("deepseek_v3", {"tp": 2, "dp": 2, "ep": 2, "etp": 1}, "bfloat16"),
         "latents-without-query": ("moonlight", {"tp": 2, "pp": 2, "vpp": 2}, "float32"),
+        "gated-delta-nets": ("qwen3_next", {"tp": 2, "pp": 2, "vpp": 2}, "float32"),
+        "gated-delta-nets-ep2": ("qwen3_next", {"tp": 2, "dp": 2, "ep": 2}, "bfloat16"),
     },
 }
 """Name → model, layout, dtype of a checkpoint that four ranks save."""
@@ -49,6 +51,7 @@ LOADED = {
         "ep2-stages": ("qwen3_moe", {"dp": 2, "ep": 2, "etp": 1, "pp": 2}),
         "two-kinds-of-layers": ("glm4_moe", {"dp": 2, "ep": 2, "pp": 2}),
         "latents": ("deepseek_v3", {"tp": 2, "pp": 2}),
+        "gated-delta-nets": ("qwen3_next", {"tp": 2, "pp": 2}),
     },
 }
 """Name → model and layout into which four ranks load it."""

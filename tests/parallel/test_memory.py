@@ -83,6 +83,23 @@ def test_saved_activations(world, measured, tp):
         assert counted == pytest.approx(found["saved"], rel=2e-3), (name, case)
 
 
+@pytest.mark.parametrize("tp", TP)
+def test_saved_activations_of_gated_delta_nets(tmp_path, start_ranks, tp):
+    """All layers together, since each counts as the mean of both kinds."""
+    rotated = {"partial_rotary_factor": 1.0}  # a part of a head is planned as if it were all of it
+    rope = {"rope_type": "default", "rope_theta": 1e4, **rotated}
+    save_model("qwen3_next", tmp_path / "models" / "next_moe", rope_parameters=rope, **rotated)
+    models = str(tmp_path / "models")
+    start_ranks(tmp_path, "memory_checks:write_measured", tp, models=models, tp=tp)
+    for name, *case, found in json.loads((tmp_path / "measured.json").read_text())["models"]:
+        path = tmp_path / "models" / name
+        hf, asked = read_config(path), config(path.parent, name, *case)
+        layer = activations.layer_of(asked, architecture(hf), hf["num_experts_per_tok"], on_cuda=False)
+        counted = TOKENS * activations.kept(asked, layer, 0)
+        within = 0.2 if asked.trainer.recompute_layers else 2e-3
+        assert counted == pytest.approx(found["saved"], rel=within), (name, case)
+
+
 @pytest.mark.parametrize("cp", [2, pytest.param(4, marks=pytest.mark.soak)])
 def test_context_parallel_ranks_divide_the_activations(world, tmp_path_factory, start_ranks, cp):
     found = []

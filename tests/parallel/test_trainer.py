@@ -33,6 +33,14 @@ CASES = {
         ("deepseek_v3", {"cp": 2, "etp": 2}),
     ],
     "latents-on-4-ranks": [("deepseek_v3", {"tp": 2, "dp": 2, "ep": 2, "etp": 1})],
+    "gated-delta-nets": [("qwen3_next", {}), ("qwen3_next", {"recompute": "full"})],
+    "gated-delta-nets-on-2-ranks": [
+        ("qwen3_next", {"tp": 2, "recompute": "mlp"}),
+        ("qwen3_next", {"tp": 2, "etp": 1, "recompute": "full", "recompute_layers": 1}),
+        ("qwen3_next", {"pp": 2, "vpp": 2}),
+        ("qwen3_next", {"dp": 2, "ep": 2, "recompute": "elementwise"}),
+    ],
+    "gated-delta-nets-on-4-ranks": [("qwen3_next", {"tp": 2, "pp": 2}), ("qwen3_next", {"tp": 2, "dp": 2, "ep": 2})],
     "tp2-sp": [(model, {"tp": 2}) for model in (*DENSE, "qwen3_moe")],
     "pp2": [(model, {"pp": 2}) for model in (*DENSE, "qwen3_moe")],
     "tp2-pp2": [
@@ -83,6 +91,7 @@ SOAKED = (
     "sigmoid-router-on-4-ranks",
     "latents-on-2-ranks",
     "latents-on-4-ranks",
+    "gated-delta-nets-on-4-ranks",
     "tp2-sp",
     "pp2",
     "dp2",
@@ -219,8 +228,10 @@ PROMPTS = {
         ("qwen2", {"recompute": "full"}, VARIANTS["run-corrected-sequences"] | {"minibatches": 2}),
         ("qwen3_balanced", {}, None),
         ("qwen3", {}, {"minibatches": 2, "critic": CriticConfig(lr=2e-3, gae_lambda=0.9)}),
+        ("qwen3_next", {"recompute": "full"}, None),
     ],
     2: [
+        ("qwen3_next", {"tp": 2}, None),
         ("llama", {"tp": 2}, None),
         ("qwen2", {"pp": 2, "vpp": 2}, None),
         ("qwen3_moe", {"dp": 2, "ep": 2}, None),
@@ -255,7 +266,7 @@ def test_exports_are_those_of_mbridge(folder, on_ranks):
 
 @pytest.mark.parametrize("pp", with_soaked((1, 2), (1,)))
 def test_communication_beside_computation_changes_nothing(folder, on_ranks, pp):
-    cases = {f"run-{model}": [model, {"dp": 2, "pp": pp}] for model in ("qwen2", "qwen3", "qwen3_moe")}
+    cases = {f"run-{model}": [model, {"dp": 2, "pp": pp}] for model in ("qwen2", "qwen3", "qwen3_moe", "qwen3_next")}
     if pp > 1:
         cases["run-virtual"] = ["qwen2", {"dp": 2, "pp": 2, "vpp": 2}]
     create_runs(folder, cases)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from areal_megatron.config import Config
+from areal_megatron.models.architecture import architecture
 from areal_megatron.reshard.trainer_layout import is_head, layout, without_head
 from areal_megatron.trainer.batch import MicroBatch
 from areal_megatron.trainer.learner import Learner
@@ -80,6 +81,12 @@ def pieces(
             yield name, view.float(), expected[name][region]
 
 
+def rounding(trainer: Trainer) -> int:
+    """Returns how many times further float32 rounds than in other models: the norm inside a gated delta net divides by
+    numbers near 0, and in float32 the gradients of transformers itself are off by 2e-6."""
+    return 3 if architecture(trainer.hf_config).dimensions.linear else 1
+
+
 def assert_parameters(trainer: Trainer, expected: Mapping[str, Tensor], atol: float, learner: str = "policy") -> None:
     """Compares with `expected`, whose names are those of a Hugging Face model in memory."""
     for name, ours, theirs in pieces(trainer, trainer.learners[learner].parameters(), canonical(expected)):
@@ -87,9 +94,10 @@ def assert_parameters(trainer: Trainer, expected: Mapping[str, Tensor], atol: fl
 
 
 def assert_gradient(trainer: Trainer, gradients: Mapping[str, Tensor], learner: str = "policy") -> None:
-    """Every part is within 1e-6 of the norm of the whole gradient, which is also the norm for clipping."""
-    subject = trainer.learners[learner]
+    """Every part is within 1e-6 of the norm of the whole gradient, which is also the norm for clipping; within more
+    where `rounding` says so."""
+    subject, most = trainer.learners[learner], 1e-6 * rounding(trainer)
     norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
     assert (error := abs(subject.optimizer.gradient_norm() / norm - 1)) < 1e-5, f"the norm is off by {error:.1e}"
     for name, ours, theirs in pieces(trainer, whole_gradients(subject), canonical(gradients)):
-        assert (error := float((ours - theirs).norm() / norm)) < 1e-6, f"{name} is off by {error:.1e} of the norm"
+        assert (error := float((ours - theirs).norm() / norm)) < most, f"{name} is off by {error:.1e} of the norm"

@@ -194,7 +194,7 @@ def megatron_parameters(
             fused = "self_attention.linear_qkv.layer_norm_weight"
             first = fused if fused_layernorm and not latents else "input_layernorm.weight"
             if linear:
-                first = "self_attention.in_proj.layer_norm_weight"
+                first = "self_attention.in_proj.layer_norm_weight" if fused_layernorm else "input_layernorm.weight"
                 held |= {
                     f"{own}self_attention.{name}": part for name, part in linear_parts(f"{hf}linear_attn.").items()
                 }

@@ -9,6 +9,8 @@ from pathlib import Path
 import torch
 import transformers
 
+from tests.support.delta_oracle import compute_exactly
+
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 5e5,
@@ -134,6 +136,7 @@ def save_model(name: str, folder: Path, **sizes) -> Path:
 
 
 def load_oracle(folder: Path) -> torch.nn.Module:
+    compute_exactly()
     return transformers.AutoModelForCausalLM.from_pretrained(
         folder,
         dtype=torch.float32,

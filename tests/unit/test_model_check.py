@@ -191,33 +191,30 @@ def test_what_does_not_fit_is_named(tmp_path, hf, trainer, message):
 
 
 @pytest.mark.parametrize("mode", ["rl", "replay", "sft", "dpo", "reward_model"])
-def test_a_family_without_a_trainer_is_refused_with_the_reason_and_left_to_engines(tmp_path, mode):
+def test_gated_delta_nets_are_trained_without_adapters_and_context_parallelism(tmp_path, mode):
     subject = config(tmp_path, GOOD | LINEAR)
     subject.mode = mode
-    with pytest.raises(ConfigError) as refused:
+    check_model(subject)
+    subject.trainer.cp = 2
+    with pytest.raises(
+        ConfigError, match=r"^trainer\.cp: 2, but the states of the gated delta nets of .* go through a"
+    ):
         check_model(subject)
-    assert str(refused.value) == (
-        f"model.path: {tmp_path} is a Qwen3NextForCausalLM, which has no trainer: megatron-core has no gated delta "
-        "nets for packed sequences; `areal evaluate` and `areal convert` take it"
-    )
-    if mode == "rl":
-        check_model(subject, trains=False)
-        subject.rollout.tp = 8
-        with pytest.raises(ConfigError, match=r"rollout\.tp: 8 does not divide linear_num_key_heads=4 "):
-            check_model(subject, trains=False)
+    subject.trainer.cp, subject.lora.rank = 1, 8
+    with pytest.raises(ConfigError, match=r"^lora\.rank: 8, but the gated delta nets of .* take no adapters"):
+        check_model(subject)
+    subject.lora.rank, subject.trainer.tp = 0, 8
+    with pytest.raises(ConfigError, match=r"trainer\.tp: 8 does not divide linear_num_key_heads=4 "):
+        check_model(subject)
 
 
-@pytest.mark.parametrize("key", ["kl_model", "reward"])
-def test_no_model_without_a_trainer_is_a_teacher_or_judge(tmp_path, key):
+def test_a_teacher_with_gated_delta_nets_has_the_layout_of_the_trainers(tmp_path):
     other = tmp_path / "other"
     other.mkdir()
     config(other, GOOD | LINEAR)
-    subject = config(tmp_path)
-    if key == "kl_model":
-        subject.ppo.penalty.kl, subject.ppo.penalty.kl_model = 1.0, str(other)
-    else:
-        subject.served.reward.path = str(other)
-    with pytest.raises(ConfigError, match=r"^(ppo.penalty.kl_model|served.reward.path): .* Qwen3Next.* no trainer"):
+    subject = config(tmp_path, cp=2)
+    subject.ppo.penalty.kl, subject.ppo.penalty.kl_model = 1.0, str(other)
+    with pytest.raises(ConfigError, match=r"^trainer\.cp: 2, but the states of the gated delta nets of .*other go"):
         check_model(subject)
 
 

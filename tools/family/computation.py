@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -19,6 +20,8 @@ from tests.support.tiny_models import load_oracle
 
 CLOSE = 1e-4
 """Largest difference that float32 explains, over the largest number of what is compared."""
+LINEAR = "linear_attn"
+"""Transformers' module in layers that have linear attention in place of `self_attn`."""
 PARTS = {
     "the norm before attention": ("self_attn", "self_attention", "input", "input_layernorm"),
     "attention": ("self_attn", "self_attention", "output", "self_attn"),
@@ -76,7 +79,8 @@ def _watched(
     for number, layer in enumerate(layers):
         for part, names in PARTS.items():
             keep = partial(_keep, seen, f"layer {number}: {part}", names[2], batch_first)
-            stack.callback(getattr(layer, name(names)).register_forward_hook(keep, with_kwargs=True).remove)
+            module = getattr(layer, name(names), None) or getattr(layer, LINEAR)
+            stack.callback(module.register_forward_hook(keep, with_kwargs=True).remove)
     return seen
 
 
@@ -91,9 +95,12 @@ def _keep(
 def _rows(subject: Trainer, part: str) -> str:
     """Returns which rows of the table the part is made of."""
     *_, prefix = PARTS.get(part.rpartition(": ")[2], ("",))
+    model, number = architecture(subject.hf_config), re.search(r"\d+", part)
+    if prefix == "self_attn" and int(number[0]) in model.dimensions.linear:
+        prefix = LINEAR
     rows = [
         f"{row.megatron} ← {', '.join(row.tensors)}"
-        for row in architecture(subject.hf_config).layer
+        for row in model.layer
         if any(name.startswith(prefix) for name in row.tensors)
     ]
     return f"; its rows: {'; '.join(rows)}" if prefix else ""

@@ -35,8 +35,8 @@ _SIZES: dict[str, int] = {
     "qk_nope_head_dim": 32,
     "qk_rope_head_dim": 64,
     "v_head_dim": 32,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
+    "linear_key_head_dim": 64,  # vLLM's kernels take no smaller ones
+    "linear_value_head_dim": 64,
 }
 """Key of config.json → its value in the tiny model, where the model has it."""
 _MOST: dict[str, int] = {

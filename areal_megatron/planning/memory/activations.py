@@ -15,9 +15,13 @@ from areal_megatron.config import Config
 from areal_megatron.models.architecture import Architecture
 from areal_megatron.models.dtypes import ITEMSIZE
 from areal_megatron.models.qwen3 import HEAD_NORMS
-from areal_megatron.models.table import ROUTER_BIAS
+from areal_megatron.models.qwen3_next import SHARED_EXPERT_GATE
+from areal_megatron.models.table import ROUTER_BIAS, Cut
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 from areal_megatron.run.versions import has_transformer_engine
+
+CHUNK = 64
+"""The tokens of a chunk of trainer/delta_rule.py."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,8 @@ class Layer:
         gradients of both, of which the latter are there twice while they are put in place and joined."""
         d, e, cp = self.model.dimensions, self.element, self.sizes.cp
         attention = e * (2 * d.query + 2 * d.key_value) / self.sizes.tp
+        if d.linear:
+            attention = max(attention, self._chunks / self.sizes.tp)
         if cp > 1:
             attention += 6 * cp * e * 2 * d.key_value / self.sizes.tp
         experts = self._expert_tokens * e * (d.hidden + 4 * d.expert_ffn / self.sizes.expert_tp)
@@ -80,14 +86,39 @@ class Layer:
 
     @property
     def _attention(self) -> float:
-        """The fused projection (the values are a view of it), the rotated queries and keys, the output, and a float32
-        normaliser for each head."""
-        d, e = self.model.dimensions, self.element
+        """The mean over the layers of both kinds."""
+        d = self.model.dimensions
         if d.latent:
             return self._latent_attention
+        return (d.full_layers * self._full_attention + d.linear_layers * self._delta_net) / d.layers
+
+    @property
+    def _full_attention(self) -> float:
+        """The fused projection (the values are a view of it), the rotated queries and keys, the output, and a float32
+        normaliser for each head; where heads have gates, these in the projection, their sigmoid in float32 and what it
+        makes of the output."""
+        d, e = self.model.dimensions, self.element
         kept = e * (d.query + 2 * d.key_value) + e * (d.query + d.key_value) + e * d.query
         kept += 4 * d.heads * ("core_attn" not in self.modules)
+        if any(row.cut is Cut.GATED_HEADS for row in self.model.layer):
+            kept += 2 * e * d.query + 4 * d.query
         return kept + self._head_norms
+
+    @property
+    def _delta_net(self) -> float:
+        """The fused projection alone: the rest is recomputed."""
+        d = self.model.dimensions
+        return self.element * (d.linear_projection + d.rates)
+
+    @property
+    def _chunks(self) -> float:
+        """What a backward pass of trainer/delta_rule.py holds of a gated delta net, in float32, with its gradients:
+        five matrices of a chunk by a chunk, some queries, keys and values, and the states before and after a chunk, a
+        head."""
+        d = self.model.dimensions
+        widths = d.linear_key_dim + d.linear_value_dim
+        head = 5 * CHUNK + 5 * widths + 2 * d.linear_key_dim * d.linear_value_dim / CHUNK
+        return 2 * 4 * d.linear_value_heads * head
 
     @property
     def _latent_attention(self) -> float:
@@ -130,6 +161,8 @@ class Layer:
         routed = self.sizes.tp * self._expert_tokens * (e * d.hidden + 4 + inner) + 5 * d.experts + 20 * self.chosen
         if self.model.has(ROUTER_BIAS):
             routed += 5 * d.experts + 4  # scores before they are normalised, their sum, and the groups chosen from
+        if self.model.has(SHARED_EXPERT_GATE):
+            routed += e * (d.hidden + 1)  # what the shared experts give, and its gate
         return max(routed + dense * e * d.shared_ffn, dense * e * d.ffn)
 
     @property
@@ -214,7 +247,8 @@ def describe(config: Config, stage: int) -> str:
 
 
 def layer_of(config: Config, model: Architecture, chosen: int, on_cuda: bool) -> Layer:
-    engine = on_cuda and has_transformer_engine() and not config.has_adapters  # as trainer/model.py has it
+    plain = config.has_adapters or model.dimensions.linear  # as trainer/model.py has it
+    engine = on_cuda and has_transformer_engine() and not plain
     sizes = MegatronSizes.of(config.trainer, transformer_engine=engine)
     return Layer(
         model,

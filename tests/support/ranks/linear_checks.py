@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import torch
@@ -96,7 +95,6 @@ def _layer(described: transformers.PretrainedConfig, sizes: MegatronSizes, numbe
     groups = ProcessGroupCollection.use_mpu_process_groups()
     if described.layer_types[number] == "full_attention":
         return build_module(_attention(config), config=config, layer_number=number + 1, pg_collection=groups)
-    gated_delta_net.HAVE_FLA, gated_delta_net.l2norm = True, _unit
-    gated_delta_net.torch = sys.modules["megatron.core.tensor_parallel.layers"].torch
+    gated_delta_net.l2norm = _unit
     parts = gated_delta_net.GatedDeltaNetSubmodules(ColumnParallelLinear, RMSNorm, RowParallelLinear)
     return gated_delta_net.GatedDeltaNet(config, parts, layer_number=number + 1, pg_collection=groups)

@@ -14,7 +14,7 @@ from areal_megatron.reshard.trainer_layout import MegatronSizes, layouts
 from tests.support.tiny_models import MODELS, SIZES
 
 RANK = 3
-TRAINED = [name for name in MODELS if name != "qwen3_next"]
+ADAPTED = [name for name in MODELS if name != "qwen3_next"]
 CLASSIC = ("q_proj", "v_proj")
 
 
@@ -41,7 +41,7 @@ def factors(name, *targets) -> dict[str, tuple[int, ...]]:
     return expand(adapted(model, Adapter(RANK, 16.0, targets or ("all-linear",))).canonical)
 
 
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("name", ADAPTED)
 def test_every_linear_layer_but_the_last_has_two_factors(name):
     expected = {}
     for path, layer in linear_layers(name).items():
