@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,7 @@ def load(path: str | Path, overrides: list[str] = ()) -> Config:
     config = OmegaConf.to_object(config)
     for key, options in passed.items():
         section, _, name = key.rpartition(".")
-        setattr(getattr(config, section), name, options)
+        setattr(attrgetter(section)(config), name, options)
     decide_defaults(config, given=places)
     check(config, lambda key: f"{places.get(key, path)}: {key}")
     return config

@@ -597,6 +597,8 @@ class ServedModelConfig:
 
     path: str = ""
     """The model, given as `model.path`. Empty: none is served."""
+    adapter: str = key("", needs="path")
+    """Adapter that it answers with, PEFT's folder or OWNER/NAME[@REVISION] on the Hugging Face hub."""
     engines: int = key(1, at_least=1, needs="path")
     """Engines that serve it."""
     tp: int = key(1, at_least=1, needs="path")
@@ -612,6 +614,8 @@ class ServedModelConfig:
     """Temperature at which its answers are sampled; 0: the most likely token always."""
     timeout_s: float = key(120.0, above=0, needs="path")
     """Longest time for an answer, in seconds; then it is asked for again."""
+    vllm: dict[str, Any] = field(default_factory=dict)
+    """Options of vLLM's command line for its engines, as `rollout.vllm` is for the policy's (docs/options.md)."""
 
 
 @dataclass

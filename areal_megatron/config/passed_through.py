@@ -30,13 +30,31 @@ class Owned:
         return cls(reason, tuple(names.split()))
 
 
+_MODEL = """model model_tag tokenizer revision code_revision tokenizer_revision hf_config_path config_format runner
+    convert model_impl model_class_overrides trust_remote_code generation_config override_generation_config
+    skip_tokenizer_init pooler_config"""
+_ADAPTERS = """enable_lora lora_modules max_loras max_lora_rank lora_dtype max_cpu_loras lora_target_modules
+    default_mm_loras fully_sharded_loras enable_tower_connector_lora enable_mixed_moe_lora_format
+    enable_moe_shared_loras max_lora_cls_labels"""
+_DIVIDED = """pipeline_parallel_size decode_context_parallel_size prefill_context_parallel_size data_parallel_size
+    data_parallel_rank data_parallel_start_rank data_parallel_size_local data_parallel_address data_parallel_rpc_port
+    data_parallel_backend data_parallel_hybrid_lb data_parallel_external_lb data_parallel_multi_port_external_lb
+    enable_ep_weight_filter"""
+_PLACES = """distributed_executor_backend nnodes node_rank master_addr master_port device_ids numa_bind numa_bind_nodes
+    numa_bind_cpus headless api_server_count data_parallel_supervisor_port"""
+_SERVER = """host port uds grpc grpc_port api_key ssl_keyfile ssl_certfile ssl_ca_certs enable_ssl_refresh ssl_cert_reqs
+    ssl_ciphers root_path middleware enable_scale_out disable_uvicorn_access_log"""
+_TRANSFERS = """kv_transfer_config kv_events_config kv_offloading_size kv_offloading_backend ec_transfer_config
+    kv_sharing_fast_prefill"""
+_LISTENS = "the launcher chooses address and port, and each route asks for the secret of the run; see machine.host"
+_ANYWHERE = (
+    Owned.of("use speculative_config", "spec_method spec_model spec_tokens"),
+    Owned.of("a config is kept in the run folder, and secrets are not; log in with `hf auth login`", "hf_token"),
+    Owned.of("options in a file would be checked by nobody; give them one by one", "config"),
+)
+
 VLLM_OWNED = (
-    Owned.of(
-        "model.path, its config.json and its generation settings decide it",
-        """model model_tag tokenizer revision code_revision tokenizer_revision hf_config_path config_format runner
-        convert model_impl model_class_overrides trust_remote_code generation_config override_generation_config
-        skip_tokenizer_init pooler_config""",
-    ),
+    Owned.of("model.path, its config.json and its generation settings decide it", _MODEL),
     Owned.of("use model.dtype and model.head_dtype", "dtype hf_overrides"),
     Owned.of("use rollout.first_weights", "load_format model_loader_extra_config"),
     Owned.of(
@@ -47,9 +65,7 @@ VLLM_OWNED = (
     ),
     Owned.of(
         "engines have the adapters that are trained, or none; use lora.rank and lora.targets",
-        """enable_lora lora_modules max_loras max_lora_rank lora_dtype max_cpu_loras lora_target_modules
-        default_mm_loras fully_sharded_loras enable_tower_connector_lora enable_mixed_moe_lora_format
-        enable_moe_shared_loras max_lora_cls_labels""",
+        _ADAPTERS,
     ),
     Owned.of(
         "weights are transferred by the resharder; use reshard.staging",
@@ -60,21 +76,13 @@ VLLM_OWNED = (
     Owned.of("use rollout.replay_routes", "enable_return_routed_experts"),
     Owned.of(
         "the resharder knows engines of rollout.tp ranks, and nothing that divides them otherwise",
-        """pipeline_parallel_size decode_context_parallel_size prefill_context_parallel_size data_parallel_size
-        data_parallel_rank data_parallel_start_rank data_parallel_size_local data_parallel_address
-        data_parallel_rpc_port data_parallel_backend data_parallel_hybrid_lb data_parallel_external_lb
-        data_parallel_multi_port_external_lb enable_ep_weight_filter""",
+        _DIVIDED,
     ),
     Owned.of(
         "the launcher places engines on slots and nodes; use rollout.engines and rollout.tp",
-        "distributed_executor_backend nnodes node_rank master_addr master_port device_ids numa_bind numa_bind_nodes "
-        "numa_bind_cpus headless api_server_count data_parallel_supervisor_port",
+        _PLACES,
     ),
-    Owned.of(
-        "the launcher chooses address and port, and each route asks for the secret of the run; see machine.host",
-        """host port uds grpc grpc_port api_key ssl_keyfile ssl_certfile ssl_ca_certs enable_ssl_refresh
-        ssl_cert_reqs ssl_ciphers root_path middleware enable_scale_out disable_uvicorn_access_log""",
-    ),
+    Owned.of(_LISTENS, _SERVER),
     Owned.of("engines serve the model under the name policy", "served_model_name"),
     Owned.of("use data.max_prompt_tokens and rollout.max_new_tokens", "max_model_len"),
     Owned.of("use rollout.max_running", "max_num_seqs max_num_active_seqs max_num_queued_reqs max_num_queued_tokens"),
@@ -87,15 +95,34 @@ VLLM_OWNED = (
     Owned.of(
         "keys and values outside of the engine would outlive the weights that they were computed with; see "
         "rollout.kv_policy",
-        """kv_transfer_config kv_events_config kv_offloading_size kv_offloading_backend ec_transfer_config
-        kv_sharing_fast_prefill""",
+        _TRANSFERS,
     ),
     Owned.of("the controller reads the counters of engines", "disable_log_stats show_hidden_metrics_for_version"),
-    Owned.of("use speculative_config", "spec_method spec_model spec_tokens"),
-    Owned.of("a config is kept in the run folder, and secrets are not; log in with `hf auth login`", "hf_token"),
-    Owned.of("options in a file would be checked by nobody; give them one by one", "config"),
+    *_ANYWHERE,
 )
 """The options of vLLM's command line that are not passed through."""
+
+
+def served_owned(name: str) -> tuple[Owned, ...]:
+    """Returns the options that are not passed through to the engines of a served model, e.g. of `judge`. What weight
+    updates rule out, such as quantization, a frozen model may have."""
+    own = f"served.{name}"
+    return (
+        Owned.of(f"{own}.path, its config.json and its generation settings decide it", _MODEL),
+        Owned.of(f"use {own}.dtype", "dtype hf_overrides"),
+        Owned.of("its weights are read from the files of its folder", "load_format model_loader_extra_config"),
+        Owned.of(f"use {own}.adapter", _ADAPTERS),
+        Owned.of("its weights stay as they are", "weight_transfer_config worker_cls worker_extension_cls"),
+        Owned.of(f"use {own}.tp", "tensor_parallel_size"),
+        Owned.of(f"an engine of it is on {own}.tp slots of one node", f"{_DIVIDED} {_PLACES}"),
+        Owned.of(_LISTENS, _SERVER),
+        Owned.of(f"engines serve it under the name {name}", "served_model_name"),
+        Owned.of(f"use {own}.max_length", "max_model_len"),
+        Owned.of("they would change what log-probabilities say", "logprobs_mode logits_processors scheduler_cls"),
+        Owned.of("engines of served models keep keys and values to themselves", _TRANSFERS),
+        *_ANYWHERE,
+    )
+
 
 VLLM_ON_CPU = (
     Owned.of("on CPU vLLM's first requests would compile for seconds", "enforce_eager compilation_config"),
@@ -254,27 +281,34 @@ def check_vllm(given: Mapping[str, Any], on_cpu: bool | None, shared: bool, requ
     """Requires that rollout.vllm has nothing of the project's own. `on_cpu`: None if that is not known yet."""
     owned = (*VLLM_OWNED, *VLLM_ON_CPU * (on_cpu is True), *VLLM_SHARED * shared)
     check_names(VLLM, given, owned, require)
-    check_sizes(given, require)
+    check_sizes(VLLM, given, require)
 
 
-def check_sizes(vllm: Mapping[str, Any], require: Require) -> None:
-    """Requires of what the plan of memory counts with that it has the right type."""
+def check_served(name: str, given: Mapping[str, Any], on_cpu: bool | None, require: Require) -> None:
+    """Requires the same of the options for the engines of a served model."""
+    section = f"served.{name}.vllm"
+    check_names(section, given, (*served_owned(name), *VLLM_ON_CPU * (on_cpu is True)), require)
+    check_sizes(section, given, require)
+
+
+def check_sizes(section: str, vllm: Mapping[str, Any], require: Require) -> None:
+    """Requires of what the sizes of caches are counted with that it has the right type."""
     for name in SIZES:
         value = vllm.get(name)
         whole = isinstance(value, int) and not isinstance(value, bool) and value > 0
-        require(value is None or whole, f"{VLLM}.{name}", f"must be a whole number above 0, is {value!r}")
+        require(value is None or whole, f"{section}.{name}", f"must be a whole number above 0, is {value!r}")
     dtype, skipped = vllm.get("kv_cache_dtype"), vllm.get("kv_cache_dtype_skip_layers")
-    require(dtype is None or isinstance(dtype, str), f"{VLLM}.kv_cache_dtype", f"must be a text, is {dtype!r}")
+    require(dtype is None or isinstance(dtype, str), f"{section}.kv_cache_dtype", f"must be a text, is {dtype!r}")
     require(
         skipped is None or isinstance(skipped, list),
-        f"{VLLM}.kv_cache_dtype_skip_layers",
+        f"{section}.kv_cache_dtype_skip_layers",
         f"must be a list such as ['0', '1'], is {skipped!r}",
     )
     share = vllm.get("gpu_memory_utilization")
     number = isinstance(share, int | float) and not isinstance(share, bool) and 0 < share <= 1
     require(
         share is None or number,
-        f"{VLLM}.gpu_memory_utilization",
+        f"{section}.gpu_memory_utilization",
         f"must be a number above 0 and at most 1, is {share!r}",
     )
 

@@ -13,6 +13,7 @@ from areal_megatron.config import passed_through
 from areal_megatron.config.algorithms import PUBLISHED
 from areal_megatron.config.fields import (
     CRITIC_ALGORITHMS,
+    SERVED,
     TRACKERS,
     Config,
     ConfigError,
@@ -136,6 +137,11 @@ def _check_served(config: Config, require: Require) -> None:
     require(wanted or not reward.path, "served.reward.path", "has no meaning without reward.function=model")
     for name in ("max_new_tokens", "temperature", "timeout_s"):
         require(_is_default(reward, name), f"served.reward.{name}", "has no meaning: a reward model writes no answers")
+    require(not reward.adapter, "served.reward.adapter", "a reward model's head is no adapter: serve the whole model")
+    for name in SERVED:
+        model = getattr(config.served, name)
+        require(model.path != "" or not model.vllm, f"served.{name}.vllm", f"has no meaning without served.{name}.path")
+        passed_through.check_served(name, model.vllm, on_cpu=None, require=require)
     for name in config.served_models:
         require(
             not config.machine.shared,

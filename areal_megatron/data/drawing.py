@@ -183,8 +183,9 @@ def settings_of(config: Config) -> list[dict[str, Any]]:
     return [
         {key: attrgetter(key)(own) for key in _SETTINGS}
         | {
-            f"served.{name}.path": _digest_of_model(Path(model.path))
+            f"served.{name}.{key}": _digest_of_model(Path(folder)) if folder else "none"
             for name, model in own.served_models.items()
+            for key, folder in (("path", model.path), ("adapter", model.adapter))
             if name != "reward" or own.reward.of_model
         }
         for own in config.by_environment()

@@ -11,22 +11,26 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from areal_megatron.config import Config, ConfigError, LoraConfig, RolloutConfig
 from areal_megatron.config.config_file import load
-from areal_megatron.engine.environment import SERVED_MODEL
+from areal_megatron.engine import adapters
+from areal_megatron.engine.adapters import Named
+from areal_megatron.engine.environment import ADAPTERS, SERVED_MODEL
 from areal_megatron.engine.server import (
     check_shared_memory,
     cpu_arguments,
     overrides,
     own_cores,
+    passed_through,
     reserve_port,
     server_environment,
     url,
 )
-from areal_megatron.models.architecture import read_config
+from areal_megatron.models.architecture import architecture, read_config
 from areal_megatron.process.shown import guard
 from areal_megatron.run import gpu_settings
 from areal_megatron.run.folder import from_command_line, one_line, served_name
@@ -50,6 +54,7 @@ def served(config: Config, name: str) -> Config:
         max_running=min(config.rollout.max_running, _RUNNING) if config.machine.is_cpu else config.rollout.max_running,
         start_timeout_s=config.rollout.start_timeout_s,
         first_weights="model",
+        vllm=own.vllm,
     )
     dtype = config.model.dtype if own.dtype == "model" else own.dtype
     model = replace(config.model, path=own.path, dtype=dtype)
@@ -68,14 +73,25 @@ def longest(config: Config, name: str) -> int:
     return own.max_length or min(config.longest_sequence + _MORE_TOKENS, most)
 
 
-def command(config: Config, name: str, host: str, port: int) -> list[str]:
-    """Returns vLLM's command line; `config` is `served`."""
-    rollout, hf_config = config.rollout, read_config(config.model.path)
+def command(config: Config, name: str, host: str, port: int, named: Sequence[Named] = ()) -> list[str]:
+    """Returns the command line of a server; `config` is `served`, `named` the adapter that it answers with, by its own
+    name."""
     words = [sys.executable, "-m", "areal_megatron.engine.serving"]
-    words += ["--model", str(Path(config.model.path).absolute()), "--served-model-name", name]
     words += ["--host", host, "--port", str(port)]
     words += ["--middleware", "areal_megatron.engine.guard.TokenGuard", "--disable-uvicorn-access-log"]
-    words += ["--config-format", "hf", "--load-format", "hf"]
+    if named:
+        words += adapters.served({one.name: str(Path(one.folder).absolute()) for one in named})
+        model = architecture(read_config(config.model.path))
+        words += adapters.slots([one.adapter for one in named], model).arguments
+    else:
+        words += ["--served-model-name", name]
+    return words + arguments(config, name) + passed_through(config)
+
+
+def arguments(config: Config, name: str) -> list[str]:
+    """Returns the options of vLLM's command line that say what the engine is."""
+    rollout, hf_config = config.rollout, read_config(config.model.path)
+    words = ["--model", str(Path(config.model.path).absolute()), "--config-format", "hf", "--load-format", "hf"]
     words += ["--dtype", config.model.dtype, "--tensor-parallel-size", str(rollout.tp)]
     words += ["--max-model-len", str(config.longest_sequence), "--max-num-seqs", str(rollout.max_running)]
     if name == "reward":
@@ -96,7 +112,7 @@ def main() -> None:
     cpus = own_cores(config)
     port, _reservation = reserve_port(host)
     run.announce(served_name(name, index), url(host, port))
-    words = command(config, name, host, port)
+    words = command(config, name, host, port, adapters.read(os.environ.get(ADAPTERS, "")))
     gpu_settings.set_defaults()
     if not config.machine.is_cpu:
         gpu_settings.check(os.environ)

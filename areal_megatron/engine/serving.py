@@ -5,10 +5,12 @@ python -m areal_megatron.engine.serving [vLLM's options] [--passed-through JSON]
 
 from __future__ import annotations
 
+import os
 import sys
 
 from areal_megatron.config import ConfigError
 from areal_megatron.engine import vllm_options
+from areal_megatron.engine.environment import SERVED_MODEL
 from areal_megatron.engine.server import PASSED_THROUGH
 from areal_megatron.process import lifeline
 from areal_megatron.process.ending import end
@@ -27,9 +29,10 @@ def main() -> None:
 
     cli_env_setup()
     try:
-        options = vllm_options.parse(make_arg_parser(FlexibleArgumentParser()), sys.argv[1:])
+        served = os.environ.get(SERVED_MODEL, "")
+        options = vllm_options.parse(make_arg_parser(FlexibleArgumentParser()), sys.argv[1:], served)
         if PASSED_THROUGH in sys.argv:
-            vllm_options.check_engine(options)
+            vllm_options.check_engine(options, served)
     except ConfigError as e:
         print(f"error: {e}", file=sys.stderr)
         sys.exit(2)

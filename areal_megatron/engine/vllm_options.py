@@ -1,4 +1,4 @@
-"""What a config passes through to vLLM (`rollout.vllm`), as vLLM's own parser reads it.
+"""What a config passes through to vLLM (`rollout.vllm`, `served.NAME.vllm`), as vLLM's own parser reads it.
 
     python -m areal_megatron.engine.vllm_options < CONFIG
 
@@ -14,11 +14,12 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import is_dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 from areal_megatron.config import Config, ConfigError, config_file, passed_through
 from areal_megatron.config.passed_through import SPECULATIVE, VLLM
+from areal_megatron.engine import served as beside
 from areal_megatron.engine import server
 from areal_megatron.process.errors import printable
 from areal_megatron.process.shown import guard
@@ -27,44 +28,61 @@ from areal_megatron.run.folder import RunFolder
 _GROUPS = (*passed_through.VLLM_OWNED, *passed_through.VLLM_ON_CPU, *passed_through.VLLM_SHARED)
 
 
-def parse(parser: argparse.ArgumentParser, command: Sequence[str]) -> argparse.Namespace:
+@dataclass(frozen=True)
+class Engines:
+    """Whose engines' options are read: their section, and what in it is not passed through."""
+
+    section: str
+    groups: tuple[passed_through.Owned, ...]
+
+    @classmethod
+    def of(cls, served: str) -> Engines:
+        """`served`: the name of a served model; empty: the policy's engines."""
+        if not served:
+            return cls(VLLM, _GROUPS)
+        return cls(f"served.{served}.vllm", (*passed_through.served_owned(served), *passed_through.VLLM_ON_CPU))
+
+
+def parse(parser: argparse.ArgumentParser, command: Sequence[str], served: str = "") -> argparse.Namespace:
     """Returns what vLLM's parser reads from a command line of ours, which may end with `server.passed_through`.
 
-    `parser` is the one that knows vLLM's options. Raises ConfigError with the key for an option that it refuses, and
-    for one that would change an option outside the config's control.
+    `parser` is the one that knows vLLM's options; `served` as for `Engines.of`. Raises ConfigError with the key for an
+    option that it refuses, and for one that would change an option outside the config's control.
     """
+    engines = Engines.of(served)
     command, given = list(command), {}
     if server.PASSED_THROUGH in command:
         given = json.loads(command.pop())
         command.pop()
-    options = _parsed(parser, command, VLLM)
+    options = _parsed(parser, command, engines.section)
     for name, value in given.items():
-        command += _words(parser, name, value)
-        before, options = _owned(options), _parsed(parser, command, f"{VLLM}.{name}")
-        for changed, now in _owned(options).items():
+        key = f"{engines.section}.{name}"
+        command += _words(parser, name, value, key)
+        before, options = _owned(options, engines.groups), _parsed(parser, command, key)
+        for changed, now in _owned(options, engines.groups).items():
             if changed not in given and now != before.get(changed, now):
-                why = passed_through.why_owned(changed.rpartition(".")[2], _GROUPS)
-                raise ConfigError(f"{VLLM}.{name}: would set {changed}, which cannot be passed through: {why}")
+                why = passed_through.why_owned(changed.rpartition(".")[2], engines.groups)
+                raise ConfigError(f"{key}: would set {changed}, which cannot be passed through: {why}")
     return options
 
 
-def _owned(options: argparse.Namespace) -> dict[str, Any]:
+def _owned(options: argparse.Namespace, groups: Sequence[passed_through.Owned]) -> dict[str, Any]:
     """Returns what is set under the names that are the project's own, as options and as fields of nested configs."""
     nested = {f"{name}.": value for name, value in vars(options).items() if is_dataclass(value)}
     return {
         f"{prefix}{name}": getattr(values, name)
         for prefix, values in {"": options, **nested}.items()
-        for group in _GROUPS
+        for group in groups
         for name in group.names
         if hasattr(values, name)
     }
 
 
-def _words(parser: argparse.ArgumentParser, name: str, value: Any) -> Iterator[str]:
+def _words(parser: argparse.ArgumentParser, name: str, value: Any, key: str) -> Iterator[str]:
     actions = {action.dest: action for action in parser._actions if action.option_strings and action.dest != "help"}
     if name not in actions:
-        raise ConfigError(f"{VLLM}.{name}: vLLM has no such option{_nearest(name, actions)}")
-    action, key = actions[name], f"{VLLM}.{name}"
+        raise ConfigError(f"{key}: vLLM has no such option{_nearest(name, actions)}")
+    action = actions[name]
     if value is None:  # vLLM's default
         return
     if (action.nargs == 0) != isinstance(value, bool):
@@ -127,20 +145,31 @@ def _one_line(message: str) -> str:
     return printable(" ".join(message.split()).partition(" For further information visit")[0], 600)
 
 
-def check_engine(options: argparse.Namespace) -> None:
+def check_engine(options: argparse.Namespace, served: str = "") -> None:
     """Raises ConfigError if vLLM makes no engine of these options, as where they contradict each other. Takes up
-    neither the device nor much time."""
+    neither the device nor much time. `served` as for `Engines.of`."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
 
     try:
         AsyncEngineArgs.from_cli_args(options).create_engine_config(UsageContext.OPENAI_API_SERVER)
     except Exception as e:
-        raise ConfigError(f"{VLLM}: vLLM refuses it: {_one_line(str(e) or type(e).__name__)}") from None
+        section = Engines.of(served).section
+        raise ConfigError(f"{section}: vLLM refuses it: {_one_line(str(e) or type(e).__name__)}") from None
 
 
 def check(config: Config) -> None:
-    """Raises ConfigError if vLLM refuses an option of the config, with which its engine would start here."""
+    """Raises ConfigError if vLLM refuses an option of the config, with which its engines would start here."""
+    if config.rollout.vllm:
+        _check(config, ["--model", config.model.path, *server.engine_arguments(config)], "")
+    for name, model in config.served_models.items():
+        if model.vllm:
+            own = beside.served(config, name)
+            _check(own, beside.arguments(own, name), name)
+
+
+def _check(config: Config, command: Sequence[str], served: str) -> None:
+    """Checks the options of one kind of engines; `command`: their command line without them."""
     run = RunFolder(config.run_dir)
     os.environ.update(server.server_environment(config, run, sorted(os.sched_getaffinity(0))))
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
@@ -148,15 +177,14 @@ def check(config: Config) -> None:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     parser = make_arg_parser(FlexibleArgumentParser())
-    parse(parser, server.passed_through(config))
+    parse(parser, server.passed_through(config), served)
     if not (current_platform.is_cpu() if config.machine.is_cpu else current_platform.is_cuda()):
         return  # of what the engines run on, vLLM can tell nothing here
-    command = ["--model", config.model.path, *server.engine_arguments(config)]
     try:
-        check_engine(parser.parse_args(command))
+        check_engine(parser.parse_args(list(command)))
     except ConfigError:
         return  # not for what is passed through
-    check_engine(parse(parser, [*command, *server.passed_through(config)]))
+    check_engine(parse(parser, [*command, *server.passed_through(config)], served), served)
 
 
 def main() -> int:

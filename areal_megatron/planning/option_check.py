@@ -34,6 +34,8 @@ def check_for_device(config: Config) -> None:
         passed_through.check_vllm(vllm, config.machine.is_cpu, config.shares_gpus, require)
         passed_through.check_speculation(vllm, config.engines_start_empty, require)
         _check_draft(config)
+        for name, model in config.served_models.items():
+            passed_through.check_served(name, model.vllm, config.machine.is_cpu, require)
     if megatron:
         experts = bool(architecture(read_config(config.model.path)).dimensions.experts)
         passed_through.check_modules(megatron, experts, require)
@@ -70,7 +72,11 @@ def check_options(config: Config, python: Mapping[str, Sequence[str]]) -> list[s
     ConfigError, which names the key, for an option that is refused.
     """
     unchecked = []
-    engines = {("rollout", VLLM): config.rollout.vllm} if config.mode == "rl" else {}
+    engines = {}
+    if config.mode == "rl":
+        served = {f"served.{name}.vllm": model.vllm for name, model in config.served_models.items() if model.vllm}
+        given = served | ({VLLM: config.rollout.vllm} if config.rollout.vllm or not served else {})
+        engines = {("rollout", ", ".join(sorted(given))): any(given.values())}
     for (pool, key), given in ({("trainer", MEGATRON): config.trainer.megatron} | engines).items():
         if given and (why := _check(pool, python.get(pool), config)):
             unchecked.append(f"{key}: cannot be checked before the processes start: {why}")

@@ -12,11 +12,15 @@ from pathlib import Path
 
 import msgspec
 
+from areal_megatron.checkpoint import peft
 from areal_megatron.config import SERVED, Config
-from areal_megatron.engine.environment import CPUS, GPU_SHARE, KV_CACHE_BYTES, PART, RENDEZVOUS, SERVED_MODEL
+from areal_megatron.engine import adapters
+from areal_megatron.engine.adapters import Named
+from areal_megatron.engine.environment import ADAPTERS, CPUS, GPU_SHARE, KV_CACHE_BYTES, PART, RENDEZVOUS, SERVED_MODEL
 from areal_megatron.launch.supervision import caches, gpus
 from areal_megatron.launch.supervision.gpus import VISIBLE
 from areal_megatron.launch.supervision.processes import Child, Children
+from areal_megatron.models.architecture import architecture, read_config
 from areal_megatron.planning.memory.parts import GpuShares
 from areal_megatron.planning.pools import Process
 from areal_megatron.run import gpu_settings
@@ -157,6 +161,10 @@ def start_order(
         settings |= site.settings
     if process.pool in SERVED:
         settings[SERVED_MODEL] = process.pool
+        model = config.served_models[process.pool]
+        if model.adapter:
+            adapter = peft.for_engines(Path(model.adapter), architecture(read_config(model.path)))
+            settings[ADAPTERS] = adapters.told([Named(process.pool, model.adapter, adapter)])
     if process.of > 1:
         settings |= {PART: f"{process.part}/{process.of}", RENDEZVOUS: rendezvous}
     cores: list[int] = []

@@ -30,7 +30,7 @@ from areal_megatron.hub import hub
 from areal_megatron.launch.supervision.lease import Lease
 from areal_megatron.launch.supervision.orders import NodeHello
 from areal_megatron.model_check import check_model, check_published
-from areal_megatron.models.architecture import read_config
+from areal_megatron.models.architecture import architecture, read_config
 from areal_megatron.observe.trackers import check_trackers
 from areal_megatron.planning.option_check import check_options
 from areal_megatron.planning.plan import ClusterPlan, plan
@@ -206,7 +206,8 @@ def check(
     if run is None:
         _check_place(Path(config.runs_dir))
     fetch(config, run, fetched)
-    models = filter(None, (config.lora.start, *_models(config).values()))
+    adapters = (model.adapter for model in config.served_models.values())
+    models = filter(None, (config.lora.start, *adapters, *_models(config).values()))
     weights = fetched or all(map(hub.has_weights, models))
     outcome = plan(config, nodes, rollout_nodes, gpu_gib=gpu_gib, weights=weights)
     for name, model in config.served_models.items():
@@ -299,6 +300,9 @@ def fetch(config: Config, run: RunFolder | None = None, weights: bool = True) ->
     for name, model in config.served_models.items():
         earlier = getattr(before.served, name).path if before else ""
         model.path = hub.model_folder(model.path, f"served.{name}.path", weights, earlier)
+        if model.adapter:
+            earlier = getattr(before.served, name).adapter if before else ""
+            model.adapter = hub.model_folder(model.adapter, f"served.{name}.adapter", weights, earlier)
     if config.mode == "replay":
         return
     commits = files.commits(before) if before else {}
@@ -351,6 +355,14 @@ def _check_tensors(config: Config) -> None:
         peft.open_start(config, read_config(config.model.path)).close()
         if note := peft.note_of_base(config.lora.start, config.model.path):
             print(f"note: lora.start: {note}", file=sys.stderr)
+    for name, model in config.served_models.items():
+        if model.adapter:
+            try:
+                peft.for_engines(Path(model.adapter), architecture(read_config(model.path)))
+            except ConfigError as e:
+                raise ConfigError(f"served.{name}.adapter: {e}") from None
+            if note := peft.note_of_base(model.adapter, model.path):
+                print(f"note: served.{name}.adapter: {note}", file=sys.stderr)
 
 
 def _check_same_data(config: Config, run: RunFolder, checkpoint: SavedCheckpoint, members: Sequence[Member]) -> None:

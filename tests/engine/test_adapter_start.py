@@ -18,6 +18,7 @@ from areal_megatron.models.adapter import Adapter
 from tests.conftest import ROOT
 from tests.support.adapter_oracle import adapted_oracle, write_adapter
 from tests.support.engines import ask, make_run, started_engine
+from tests.support.likeliest import likeliest
 from tests.support.tiny_models import load_oracle
 
 ITEMS, LENGTH = 6, 12
@@ -28,17 +29,6 @@ def evaluated(*arguments):
     command += ["--temperature", "0", "--max-new-tokens", str(LENGTH), "--reward", "tests.support.rewards:coarse"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     return subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=240, env=environment)
-
-
-def likeliest(model, prompt, stop):
-    """Returns the likeliest answer of transformers' model, with the token that ends it."""
-    tokens = torch.tensor(prompt)
-    with torch.no_grad():
-        for _ in range(LENGTH):
-            tokens = torch.cat((tokens, model(tokens[None]).logits[0, -1].argmax()[None]))
-            if int(tokens[-1]) in stop:
-                break
-    return tokens[len(prompt) :].tolist()
 
 
 @pytest.mark.soak  # what one of several answers is compared below
@@ -56,10 +46,10 @@ def test_an_adapter_is_evaluated_on_its_base(world, tmp_path):
     adapted = adapted_oracle(world / "model", 5, 12 / 5, ["all-linear"])
     base, differs = load_oracle(world / "model"), 0
     for prompt in asked.prompts:
-        expected = likeliest(adapted, prompt.tokens, asked.tokenizer.stop_tokens)
+        expected = likeliest(adapted, prompt.tokens, asked.tokenizer.stop_tokens, LENGTH)
         assert answers[prompt.id]["response"] == asked.tokenizer.decode(expected)
         assert answers[prompt.id]["tokens"] == len(expected)
-        differs += expected != likeliest(base, prompt.tokens, asked.tokenizer.stop_tokens)
+        differs += expected != likeliest(base, prompt.tokens, asked.tokenizer.stop_tokens, LENGTH)
     assert len(answers) == ITEMS and differs == ITEMS
 
     again = evaluated(*arguments)
@@ -132,7 +122,7 @@ def test_adapters_are_evaluated_side_by_side(world, tmp_path):
         folder = out / (f"{name}-adapter" if name else "base")
         answers = {line["item"]: line for line in map(json.loads, (folder / "answers.jsonl").read_text().splitlines())}
         for prompt in asked.prompts:
-            expected = likeliest(model, prompt.tokens, asked.tokenizer.stop_tokens)
+            expected = likeliest(model, prompt.tokens, asked.tokenizer.stop_tokens, LENGTH)
             assert answers[prompt.id]["response"] == asked.tokenizer.decode(expected)
         assert len(answers) == ITEMS
         correct = sum(each["correct"] for each in answers.values()) / ITEMS

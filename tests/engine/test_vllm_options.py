@@ -11,7 +11,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from areal_megatron.config import ConfigError, RolloutConfig, passed_through
+from areal_megatron.config import ConfigError, RolloutConfig, ServedModelConfig, passed_through
 from areal_megatron.engine import server, vllm_options
 from areal_megatron.run.folder import RunFolder
 from tests.support.engines import ask, make_run, started_engine
@@ -161,7 +161,8 @@ def test_what_only_vllms_config_refuses_is_refused_before_an_engine_is_made(pars
 def test_the_list_is_that_of_this_vllm(parser, made):
     """Every option of the list is vllm's, and what our command line sets is in the list or may be adjusted."""
     known = {action.dest for action in parser._actions}
-    assert [name for name in (*OWNED, *ON_CPU) if name not in known] == []
+    of_served = [name for group in passed_through.served_owned("judge") for name in group.names]
+    assert [name for name in (*OWNED, *ON_CPU, *of_served) if name not in known] == []
     config = made()
     for changes in ({}, {"expert_parallel": True, "replay_routes": True, "first_weights": "trainers"}):
         for device in ("cpu", "cuda"):
@@ -173,6 +174,24 @@ def test_the_list_is_that_of_this_vllm(parser, made):
             flags = {word[2:].replace("-", "_") for word in command if re.match("--[a-z]", word)}
             flags = {name.removeprefix("no_") if name not in known else name for name in flags}
             assert flags - {*OWNED} - ADJUSTED - ON_CPU == set(), device
+
+
+@pytest.mark.parametrize(
+    ("vllm", "problem"),
+    [
+        ({"kv_cach_dtype": "fp8"}, r"\.kv_cach_dtype: vLLM has no such option, did you mean kv_cache_dtype\?"),
+        ({"watermark": 3.0}, ": vLLM refuses it: .*watermark Input should be less than 1"),
+        ({"compilation_config": {"mode": 0}}, None),
+    ],
+)
+def test_options_of_a_served_model_are_refused_under_its_key(made, vllm, problem):
+    config = made()
+    config.served.judge = ServedModelConfig(config.model.path, max_length=100, vllm=vllm)
+    if problem:
+        with pytest.raises(ConfigError, match=r"^served\.judge\.vllm" + problem):
+            vllm_options.check(config)
+    else:
+        vllm_options.check(config)
 
 
 def test_the_page_lists_what_is_not_passed_through():

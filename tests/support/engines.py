@@ -15,6 +15,8 @@ import psutil
 from areal_megatron.config import Config, DataConfig, MachineConfig, ModelConfig, RolloutConfig
 from areal_megatron.config.config_file import save
 from areal_megatron.engine.client import EngineClient, EngineError
+from areal_megatron.launch.supervision.orders import start_order
+from areal_megatron.planning.pools import Process, Slot
 from areal_megatron.process.lifeline import DESCRIPTOR
 from areal_megatron.run.folder import RunFolder
 
@@ -69,20 +71,31 @@ def standin_engine(run):
             engine.kill()
 
 
-@contextmanager
 def started_engine(run, **environment):
     """engine-0 of `run`, healthy; ended afterwards."""
     command = [sys.executable, "-m", "areal_megatron.engine.server", "--run", str(run.folder), "--index", "0"]
+    return _started(run, "engine-0", command, environment)
+
+
+def started_beside(run, config, name):
+    """The first engine of the served model `name` of `run`, with the launcher's settings, healthy; ended afterwards."""
+    process = Process(f"{name}-0", name, 0, "here", (Slot("here", 0),))
+    command = [sys.executable, "-m", "areal_megatron.engine.served", "--run", str(run.folder), "--index", "0"]
+    return _started(run, process.name, command, start_order(config, run, process, "here").settings)
+
+
+@contextmanager
+def _started(run, name, command, environment):
     with (
-        run.log("engine-0").open("wb") as log,
-        tied(command, {"AREAL_CPUS": "0"} | environment, stdout=log, stderr=log) as process,
+        run.log(name).open("wb") as log,
+        tied(command, environment | {"AREAL_CPUS": "0"}, stdout=log, stderr=log) as process,
     ):
         server = psutil.Process(process.pid)
         members: set[psutil.Process] = {server}
         try:
             deadline = time.monotonic() + START_TIMEOUT_S
-            while not ask(run, is_healthy):
-                assert process.poll() is None, run.log("engine-0").read_text()[-2000:]
+            while not ask(run, is_healthy, name=name):
+                assert process.poll() is None, run.log(name).read_text()[-2000:]
                 assert time.monotonic() < deadline, f"no engine after {START_TIMEOUT_S} s"
                 time.sleep(0.5)
             # Now, since vLLM's EngineCore is nobody's child any more if a test kills the server.
@@ -108,11 +121,11 @@ async def is_healthy(client):
     return True
 
 
-def ask(run, call, token=None):
-    """The result of `call(client)` for a client of engine-0."""
+def ask(run, call, token=None, name="engine-0"):
+    """The result of `call(client)` for a client of an engine."""
 
     async def answer():
-        client = EngineClient("engine-0", run.endpoint("engine-0", 30), run.token if token is None else token, 60)
+        client = EngineClient(name, run.endpoint(name, 30), run.token if token is None else token, 60)
         try:
             return await call(client)
         finally:

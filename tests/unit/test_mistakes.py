@@ -161,6 +161,12 @@ KEYS = {
     "reward.function=judge served.judge.path=model reward.judge.prompt=x": "must hold {response}",
     "reward.function=juge": "expected math, choice, code, model, judge, an http",
     "served.user.path=nowhere machine.slots=3": "served.user.path: there is no folder nowhere",
+    "served.user.path=model served.user.adapter=nowhere machine.slots=3": "served.user.adapter: cannot read nowhere",
+    "served.user.adapter=nowhere": "served.user.adapter: has no meaning without served.user.path",
+    "served.user.vllm.max_num_seqs=8": "served.user.vllm: has no meaning without served.user.path",
+    "served.user.path=model served.user.vllm.max_model_len=8": "cannot be passed through: use served.user.max_length",
+    "served.user.path=model served.user.vllm.enforce_eager=true machine.slots=3": "served.user.vllm.enforce_eager: can",
+    "served.reward.path=model served.reward.adapter=x reward.function=model": "served.reward.adapter: a reward model's",
     "served.user.path=model served.user.engines=2 served.user.tp=2 machine.slots=5": "served.user.engines=2 × tp=2 is 4"
     ") but there are 5",
     "served.user.path=model served.user.max_length=100000 machine.slots=3": "served.user.max_length: 100000, but model",

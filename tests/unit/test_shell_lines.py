@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from areal_megatron.command import COMMANDS, parser_of
-from areal_megatron.config import Config, EnvironmentConfig, config_fields, passed_through
+from areal_megatron.config import SERVED, Config, EnvironmentConfig, config_fields, passed_through
 from tests.unit.test_docs import DOCS, ROOT
 
 FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -27,12 +27,15 @@ OTHERS = ("cd", "curl", "exec", "export", "git", "mkdir", "pip", "scancel", "squ
 EVERY = [(key, value) for key, _, value in config_fields(Config(environments=[EnvironmentConfig()]))]
 KEYS = {key: is_dataclass(value) or isinstance(value, list | dict) for key, value in EVERY}
 """Key → whether it is a section."""
-OF_OTHERS = tuple(f"{key}." for key, value in EVERY if isinstance(value, dict))
-"""How keys begin that are options of another library."""
-
-
-OWNED = {name for group in (*passed_through.VLLM_OWNED, *passed_through.MEGATRON_OWNED) for name in group.names}
-"""Options of theirs that may not be passed through."""
+OWNED = {
+    f"{key}.": {name for group in groups for name in group.names}
+    for key, groups in {
+        passed_through.VLLM: passed_through.VLLM_OWNED,
+        passed_through.MEGATRON: passed_through.MEGATRON_OWNED,
+        **{f"served.{name}.vllm": passed_through.served_owned(name) for name in SERVED},
+    }.items()
+}
+"""How keys begin that are options of another library → options of it that may not be passed through."""
 
 
 FILES = (".py", ".jsonl", ".yaml", ".safetensors", ".safetensors.index.json")
@@ -41,8 +44,8 @@ FILES = (".py", ".jsonl", ".yaml", ".safetensors", ".safetensors.index.json")
 
 def is_key(name: str) -> bool:
     name = re.sub(r"^environments\.\d+\.", "environments.0.", name)
-    if section := next((section for section in OF_OTHERS if name.startswith(section)), ""):
-        return name.removeprefix(section).partition(".")[0] not in OWNED
+    if section := next((section for section in OWNED if name.startswith(section)), ""):
+        return name.removeprefix(section).partition(".")[0] not in OWNED[section]
     return KEYS.get(name) is False
 
 

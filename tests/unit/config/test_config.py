@@ -4,6 +4,7 @@ import pytest
 import yaml
 
 from areal_megatron.config import (
+    SERVED,
     Config,
     ConfigError,
     DataConfig,
@@ -105,7 +106,8 @@ def test_no_key_holds_names_of_its_own():
     of other libraries."""
     every = [(key, f, value) for key, f, value in config_fields(Config(environments=[EnvironmentConfig()]))]
     kinds = {key: f.type for key, f, value in every if not is_dataclass(value) and not isinstance(value, list)}
-    assert {key for key, kind in kinds.items() if "dict" in kind} == {"rollout.vllm", "trainer.megatron"}
+    of_others = {"rollout.vllm", "trainer.megatron", *(f"served.{name}.vllm" for name in SERVED)}
+    assert {key for key, kind in kinds.items() if "dict" in kind} == of_others
     assert set(kinds.values()) == {"str", "int", "float", "bool", "dict[str, Any]"}
 
 

@@ -24,6 +24,7 @@ from areal_megatron.data.drawing import Drawing, goes_on, saved_in
 from areal_megatron.data.prompts import drawing_of, read_prompts
 from areal_megatron.data.supervised import SupervisedData, write
 from areal_megatron.data.tokenizer import Tokenizer
+from tests.support.adapter_oracle import write_adapter
 
 TEMPLATE = "{% for m in messages %}{{ strftime_now('%Y') }} {{ m['content'] }}={% endfor %}"
 
@@ -323,6 +324,20 @@ def test_a_reward_model_is_known_wherever_it_is(folder, world):
     now, prompts = drawn(config)
     with pytest.raises(ConfigError, match=r"served\.reward\.path: the checkpoint was made with another model"):
         goes_on(saved, now, prompts, folder, own=True)
+
+
+def test_the_adapter_of_a_served_model_stays_the_same(folder, world):
+    adapters = [write_adapter(folder / name, world / "model", 2, 4, [name]) for name in ("q_proj", "v_proj")]
+    config = config_of(folder)
+    config.served.judge.path, config.served.judge.adapter = str(world / "model"), str(adapters[0])
+    saved = saved_by(config, folder)
+    now, prompts = drawn(config)
+    assert goes_on(saved, now, prompts, folder, own=True)
+    for other in (str(adapters[1]), ""):
+        config.served.judge.adapter = other
+        now, prompts = drawn(config)
+        with pytest.raises(ConfigError, match=r"served\.judge\.adapter: the checkpoint was made with another model"):
+            goes_on(saved, now, prompts, folder, own=True)
 
 
 SUPERVISED = {
