@@ -329,17 +329,21 @@ def vllm_parameters(tensors, config, *, tp, rank, dp=1, expert_parallel=False):
 def expected_checksums(tensors, config, *, tp):
     """sha256 of every parameter that the ranks of an engine should hold, by the names of vLLM's weight checker.
 
-    Without the experts, of which the CPU's kernels keep a packed form.
+    Without experts and convolutions, of which the CPU's kernels keep a packed form.
     """
     return {
-        f"dp0:pp0:pcp0:tp{rank}:{name}": hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest()
+        f"dp0:pp0:pcp0:tp{rank}:{name}": hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy()).hexdigest()
         for rank in range(tp)
         for name, tensor in vllm_parameters(tensors, config, tp=tp, rank=rank).items()
-        if name.endswith((".weight", ".bias"))
+        if _is_plain(name)
     }
+
+
+def _is_plain(name):
+    return name.endswith((".weight", ".bias")) and not name.endswith(".conv1d.weight")
 
 
 async def held_checksums(client):
     """The same of what a running engine holds, computed by vLLM itself."""
     checksums = json.loads(await client._call("POST", "/weight_checker", {"action": "checksum"}))["checksums"]
-    return {name: sha for name, sha in checksums.items() if name.endswith((".weight", ".bias"))}
+    return {name: sha for name, sha in checksums.items() if _is_plain(name)}
