@@ -24,7 +24,7 @@ from areal_megatron.packing.row import View, whole_sequences
 from areal_megatron.trainer.attention_blocks import Blocks, PastBlock, attend_in_blocks, attend_with_past
 from areal_megatron.trainer.convolution import Earlier
 from areal_megatron.trainer.copies import to_device
-from areal_megatron.trainer.delta_rule import Chunks
+from areal_megatron.trainer.delta_rule import Chunks, Stage
 from areal_megatron.trainer.made_again import not_kept
 
 
@@ -70,6 +70,10 @@ class Packed(PackedSeqParams):
     @cached_property
     def chunks(self) -> Chunks:
         return Chunks.of(self.view.sizes, self.view.parents, self.device)
+
+    @cached_property
+    def stages(self) -> list[Stage]:
+        return Stage.all_of(self.view.sizes, self.view.parents, self.device)
 
     def earlier(self, back: int) -> Earlier:
         """Where tokens find the one `back` places before them."""

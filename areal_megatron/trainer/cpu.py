@@ -13,7 +13,7 @@ import importlib
 import logging
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -50,7 +50,7 @@ def adapt_megatron() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed.c10d_logger")
     # Fused functions are compiled where they are defined. On a CPU that needs a C++ compiler, takes seconds at import,
     # and gains nothing.
-    with _replaced(torch, "compile", lambda function=None, **_: function) if on_cpu else contextlib.nullcontext():
+    with _replaced(torch, "compile", _as_it_is) if on_cpu else contextlib.nullcontext():
         for name in MODULES:
             importlib.import_module(name)
     if on_cpu:
@@ -61,6 +61,11 @@ def adapt_megatron() -> None:
         _use_cpu_generator()
         _exchange_uneven_parts()
         elementwise.bind()
+
+
+def _as_it_is(function: Callable | None = None, **_: Any) -> Callable:
+    """Takes the place of torch.compile, also of its decorator with options."""
+    return function or (lambda function: function)
 
 
 @contextlib.contextmanager

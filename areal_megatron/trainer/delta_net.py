@@ -13,9 +13,10 @@ from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from torch import Tensor
 
 from areal_megatron.packing.row import whole_sequences
+from areal_megatron.trainer import hardware
 from areal_megatron.trainer.attention import Packed
 from areal_megatron.trainer.convolution import convolved
-from areal_megatron.trainer.delta_rule import delta_rule
+from areal_megatron.trainer.delta_rule import delta_rule, delta_rule_by_fla
 from areal_megatron.trainer.gathered import settle
 from areal_megatron.trainer.made_again import made_again
 
@@ -55,12 +56,14 @@ class DeltaNet(GatedDeltaNet):
         mixed, gate, strength, decay = mixed.split((2 * keys + values, values, heads, heads), -1)
         mixed = F.silu(convolved(mixed, self.conv1d.weight[:, 0], packed.earlier)).to(mixed.dtype)
         query, key, value = mixed.split((keys, keys, values), -1)
-        out = delta_rule(
+        by_fla = not hardware.lacks("delta_rule", hardware.found(mixed.device), str(mixed.dtype).removeprefix("torch."))
+        read, runs = (delta_rule_by_fla, packed.stages) if by_fla else (delta_rule, packed.chunks)
+        out = read(
             query.unflatten(-1, (-1, self.key_head_dim)),
             key.unflatten(-1, (-1, self.key_head_dim)),
             value.unflatten(-1, (-1, self.value_head_dim)),
             -self.A_log.float().exp() * F.softplus(decay.float() + self.dt_bias),
             strength.sigmoid().float(),
-            packed.chunks,
+            runs,
         )
         return self._apply_gated_norm(out, gate.reshape(out.shape)).view(len(mixed), -1)

@@ -31,8 +31,8 @@ EPSILON = 1e-6
 class Chunks:
     """The runs of a row in n chunks of equal size, each run padded to whole ones.
 
-    The chunks are in the order of their levels: on level 0 are those that begin with a state of zeros, on every other
-    one those that follow one of the level before.
+    Chunks lie level by level. Those of level 0 begin with a state of zeros, each of level n + 1 with the state after a
+    chunk of level n.
     """
 
     blocks: Blocks
@@ -89,6 +89,52 @@ def _blocks(sizes: np.ndarray, run: np.ndarray, number: np.ndarray, size: int, d
     place[taken[~padding]] = np.flatnonzero(~padding)
     places = (to_device(array, device) for array in (taken, padding, place))
     return Blocks(((len(run), size),), *places, are_row=np.array_equal(taken, np.arange(len(taken))))
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Some runs of a row that fla's kernels take in one call, one after another."""
+
+    places: Tensor
+    """int64: the tokens of the runs, in order."""
+    boundaries: Tensor
+    """int64 [runs + 1]: the first of these for each run, then their number."""
+    parents: Tensor | None
+    """int64 [runs]: which run of the stage before each one continues; None if all begin with states of zeros."""
+
+    @classmethod
+    def all_of(cls, sizes: Sequence[int], parents: Sequence[int], device: torch.device | str) -> list[Stage]:
+        """Returns a stage of the runs that continue no other, and one of those that do, if there are such runs. The
+        arguments are those of Chunks.of."""
+        tokens, before = np.array(sizes), np.array(parents)
+        starts, found = np.cumsum(tokens) - tokens, []
+        roots = np.flatnonzero(before < 0)
+        for runs in (roots, np.flatnonzero(before >= 0)):
+            if len(runs):
+                places = np.concatenate([np.arange(starts[run], starts[run] + tokens[run]) for run in runs])
+                of = np.searchsorted(roots, before[runs]) if runs is not roots else None
+                edges = np.cumsum((0, *tokens[runs]))
+                found.append(cls(*(x if x is None else to_device(x, device) for x in (places, edges, of))))
+        return found
+
+
+def delta_rule_by_fla(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, strength: Tensor, stages: Sequence[Stage]
+) -> Tensor:
+    """Does what `delta_rule` does, in half precision, with the kernels of fla."""
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    inputs, states, out = (query, key, value, decay, strength), None, torch.empty_like(value)
+    for stage in stages:
+        read, states = chunk_gated_delta_rule(
+            *(x.index_select(0, stage.places).unsqueeze(0) for x in inputs),
+            initial_state=None if stage.parents is None else states.index_select(0, stage.parents),
+            output_final_state=len(stages) > 1,
+            use_qk_l2norm_in_kernel=True,
+            cu_seqlens=stage.boundaries,
+        )
+        out = out.index_copy(0, stage.places, read[0].to(out.dtype))
+    return out
 
 
 def delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, strength: Tensor, chunks: Chunks) -> Tensor:

@@ -59,6 +59,7 @@ KERNELS = {
     "fa2": Kernel("attention with FlashAttention 2", dtypes=HALF),
     "fa3": Kernel("attention with FlashAttention 3", ("flash_attn_interface",), majors=(9,), dtypes=HALF),
     "fa4": Kernel("attention with FlashAttention 4", ("flash_attn.cute",), majors=(9, 10), dtypes=HALF),
+    "delta_rule": Kernel("gated delta nets in a few passes", ("fla",), dtypes=HALF),
     "deep_ep": Kernel("DeepEP", ("deep_ep",), majors=(9, 10), experts=True),
 }
 """Name → kernel. Megatron's other fusions stay off: bias_dropout_fusion, since models without dropout and biases there
@@ -69,10 +70,12 @@ PACKAGES = {
     "flash_attn.cute": "flash-attn-4",
     "flash_attn_interface": "",
     "deep_ep": "",
+    "fla": "",
     "TransformerEngine": "",
 }
 """What a kernel needs → the package in requirements-gpu.lock that brings it, or "" where there is none. FlashAttention
-3 and DeepEP are on no package index, and TransformerEngine is compiled against the torch that is there."""
+3 and DeepEP are on no package index, TransformerEngine is compiled against the torch that is there, and fla (fla-core)
+is for one family alone."""
 
 
 @dataclass(frozen=True)
@@ -113,13 +116,15 @@ def check_dispatch(setting: str, absent: dict[str, str]) -> None:
         )
 
 
-def describe(absent: dict[str, str], experts: bool, grouped: bool) -> str:
+def describe(absent: dict[str, str], experts: bool, grouped: bool, linear: bool = False) -> str:
     """Returns one line: the kernels used besides attention's, and the unused ones, with the reason.
 
-    `grouped` says whether experts are TransformerEngine's, which multiplies them together itself.
+    `grouped` says whether experts are TransformerEngine's, which multiplies them together itself; `linear` whether the
+    model has gated delta nets.
     """
     shown = [name for name, kernel in KERNELS.items() if kernel.switch and (experts or not kernel.experts)]
     shown += ["experts"] if experts and not grouped else []
+    shown += ["delta_rule"] if linear else []
     on = [KERNELS[name].does for name in shown if not absent[name]]
     off = [f"{KERNELS[name].does} ({absent[name]})" for name in shown if absent[name]]
     parts = [", ".join(on) or "no fused kernels", *(["without " + ", ".join(off)] if off else [])]
@@ -132,7 +137,9 @@ def describe(absent: dict[str, str], experts: bool, grouped: bool) -> str:
 def found(device: torch.device) -> Hardware:
     if device.type != "cuda":
         return Hardware(0, frozenset())
-    has = {name for name in ("triton", "flash_attn_interface", "flash_attn.cute", "deep_ep") if _can_import(name)}
+    has = {
+        name for name in ("triton", "flash_attn_interface", "flash_attn.cute", "deep_ep", "fla") if _can_import(name)
+    }
     if os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang"):
         has.add("a C compiler")  # Triton compiles the code that launches its kernels
     if hasattr(torch.nn.functional, "grouped_mm"):

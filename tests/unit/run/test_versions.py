@@ -97,7 +97,7 @@ def test_what_is_imported_is_declared_and_nothing_else_is_required(monkeypatch):
     setup = distutils.core.run_setup("setup.py", stop_after="init")
     required = {canonicalize_name(Requirement(text).name) for text in setup.install_requires}
     optional = {canonicalize_name(Requirement(text).name) for texts in setup.extras_require.values() for text in texts}
-    distributions = metadata.packages_distributions() | {"vllm": ["vllm"], "mpi4py": ["mpi4py"]}
+    distributions = metadata.packages_distributions() | {"vllm": ["vllm"], "mpi4py": ["mpi4py"], "fla": ["fla-core"]}
     imported = {name.partition(".")[0] for names in EVERY_IMPORT.values() for name in names}
     imported -= {"areal_megatron", "__future__", *sys.stdlib_module_names}
     ours = {name: {canonicalize_name(found) for found in distributions[name]} for name in imported}

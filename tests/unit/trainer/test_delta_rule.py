@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from areal_megatron.packing.row import TokenRow, View, divide
 from areal_megatron.trainer.attention import Packed
 from areal_megatron.trainer.convolution import convolved
-from areal_megatron.trainer.delta_rule import delta_rule
+from areal_megatron.trainer.delta_rule import Chunks, Stage, delta_rule, delta_rule_by_fla
 from tests.support.delta_oracle import gated_delta_rule
 
 ROWS = {
@@ -68,6 +68,27 @@ def test_states_begin_anew_with_every_sequence(name):
     total.backward()
     for mine, own in zip(ours, theirs, strict=True):
         assert close(mine.grad, own.grad)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("name", ROWS)
+def test_the_kernels_of_fla_compute_the_same(name, device="cuda", dtype=torch.bfloat16, rounding=0.02):
+    pytest.importorskip("fla")
+    packed, _ = packed_row(*ROWS[name])
+    tokens, random = packed.view.length, torch.Generator().manual_seed(1)
+    shapes = [(GROUPS, 64), (GROUPS, 64), (HEADS, 64), (HEADS,), (HEADS,)]
+    *inputs, decay, strength = (torch.randn(tokens, *shape, generator=random) for shape in shapes)
+    inputs = [*(x.to(device, dtype) for x in inputs), -decay.exp().to(device), strength.sigmoid().to(device)]
+    fused, plain = ([x.clone().requires_grad_() for x in inputs] for _ in range(2))
+    runs = packed.view.sizes, packed.view.parents, device
+    found = delta_rule_by_fla(*fused, Stage.all_of(*runs))
+    wanted = delta_rule(*plain, Chunks.of(*runs))
+    gradient = torch.randn(found.shape, generator=random).to(found)
+    found.backward(gradient)
+    wanted.backward(gradient)
+    for ours, theirs in ((found, wanted), *((x.grad, y.grad) for x, y in zip(fused, plain, strict=True))):
+        assert (ours.float() - theirs.float()).norm() <= rounding * theirs.float().norm()
 
 
 @pytest.mark.parametrize("name", ROWS)

@@ -21,7 +21,7 @@ from areal_megatron.trainer.hardware import KERNELS, PACKAGES, Hardware, fusions
 ROOT = Path(__file__).resolve().parents[3]
 
 TORCH = {"triton", "a C compiler", "torch.addmm with out_dtype", "torch.nn.functional.grouped_mm"}
-TE, FA3, FA4, DEEP_EP = "TransformerEngine", "flash_attn_interface", "flash_attn.cute", "deep_ep"
+TE, FA3, FA4, DEEP_EP, FLA = "TransformerEngine", "flash_attn_interface", "flash_attn.cute", "deep_ep", "fla"
 PLAIN = {"swiglu", "gradients", "fa2"}
 """What torch alone brings on any GPU from Ampere on."""
 
@@ -34,8 +34,9 @@ PLAIN = {"swiglu", "gradients", "fa2"}
         (9, TORCH, "bfloat16", {*PLAIN, "experts"}),
         (9, TORCH, "float16", PLAIN),
         (9, TORCH, "float32", {"swiglu"}),
-        (9, {*TORCH, TE, FA3, FA4, DEEP_EP}, "bfloat16", set(KERNELS)),
-        (10, {*TORCH, TE, FA3, FA4, DEEP_EP}, "bfloat16", set(KERNELS) - {"fa3"}),
+        (9, {*TORCH, TE, FA3, FA4, DEEP_EP, FLA}, "bfloat16", set(KERNELS)),
+        (10, {*TORCH, TE, FA3, FA4, DEEP_EP, FLA}, "bfloat16", set(KERNELS) - {"fa3"}),
+        (9, {*TORCH, FLA}, "float32", {"swiglu"}),
         (8, {*TORCH, TE, FA3, FA4}, "bfloat16", {*PLAIN, "rotary", "permutation"}),
         (9, TORCH - {"a C compiler"}, "bfloat16", {"gradients", "fa2", "experts"}),
         (7, {*TORCH, TE}, "float16", set()),
@@ -88,6 +89,10 @@ def test_one_line_says_what_is_used_and_what_is_not():
     assert "one product for all experts (no reason)" in line and "\n" not in line
     assert line.endswith("; experts are multiplied one by one, in a loop")
     assert "one product for all experts" not in hardware.describe(absent, experts=True, grouped=True)
+    absent |= {"delta_rule": "fla is missing"}
+    assert "gated delta" not in hardware.describe(absent, experts=False, grouped=False)
+    line = hardware.describe(absent, experts=False, grouped=False, linear=True)
+    assert line.endswith(", gated delta nets in a few passes (fla is missing)")
     half = {name: lacks(name, Hardware(9, frozenset(TORCH)), "float16") for name in KERNELS}
     assert hardware.describe(half, experts=True, grouped=False).endswith(
         "one product for all experts (it does not compute in float16); experts are multiplied one by one, in a loop"
