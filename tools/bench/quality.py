@@ -8,9 +8,9 @@ the same optimizer and constant rate, on the same two cores. The time begins wit
 accuracy is that of sampled answers (temperature 1), as a moving mean over ten batches. Each system counts with the rate
 that is best for it. TRL is installed into a folder beside the runs (requirements-trl.lock).
 
-Tasks: `short`: sums of two numbers of four digits, answers of about 18 tokens. `long-tail`: sums of 1 to 40 digits
-with running totals, answers of 4 to 170 tokens; the tail is part of what is learned. `long-prompts`: the largest of 20
-to 40 numbers, answers of 4 tokens.
+Tasks: `short`: sums of two numbers of four digits, answers of about 18 tokens. `long-tail`: sums of 1 to 40 labelled
+digits with running totals, answers of 4 to 170 tokens; the tail is part of what is learned. `long-prompts`: the largest
+of 20 to 40 numbers, answers of 4 tokens.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import math
 import os
 import random
 import shutil
+import string
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -34,12 +35,14 @@ from areal_megatron.process.files import new_folder
 from areal_megatron.run.folder import RunFolder
 from tools.bench import common
 from tools.bench.common import ROOT, spread
-from tools.make_arithmetic import HASTY_RATE, SLIP_RATE, save_model
+from tools.make_arithmetic import HASTY_RATE, SLIP_RATE, make_tokenizer, save_model
 from tools.smollm2 import installed
 
 PACKAGES = ROOT / "requirements-trl.lock"
 BATCH_SIZE, GROUP_SIZE = 128, 8
 THRESHOLDS = (0.6, 0.7, 0.8, 0.9)
+LABELS = string.ascii_letters[:40]
+"""What a long sum's terms are called, so that a small model finds the next one."""
 MEAN_OF = 10
 """Batches of a moving mean."""
 BASE_SEED = 1
@@ -87,7 +90,8 @@ def chain(rng: random.Random) -> Question:
     terms = [rng.randrange(1, 10) for _ in range(count)]
     totals = [sum(terms[:number]) for number in range(1, count + 1)]
     guess = totals[-1] // 10 * 10 + rng.randrange(10)
-    return Question("+".join(map(str, terms)) + "=", " ".join(map(str, totals)), totals[-1], guess)
+    asked, working = ("".join(f"{x}{y}" for x, y in zip(LABELS, each, strict=False)) for each in (terms, totals))
+    return Question(f"{asked}=", working, totals[-1], guess)
 
 
 def largest(rng: random.Random) -> Question:
@@ -119,6 +123,7 @@ def make_base(folder: Path, task: Task) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     rng = random.Random(BASE_SEED)
     save_model(folder / "model", BASE_SEED)
+    make_tokenizer(LABELS).save_pretrained(folder / "model")
     asked = [task.ask(rng) for _ in range(SFT_ROWS)]
     corpus = [{"prompt": one.prompt, "response": corpus_answer(one, rng)} for one in asked]
     prompts = {one.prompt: str(one.answer) for one in (task.ask(rng) for _ in range(RL_ROWS))}
