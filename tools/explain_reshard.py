@@ -32,8 +32,8 @@ from areal_megatron.reshard.engine_layout import EngineSizes
 from areal_megatron.reshard.plan import Plan, Planner, Transfer
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 
-CHANGE_BYTES = {"none": 2.1, "zstd": 1.1}
-"""What a change takes of bfloat16 weights at a learning rate of 1e-6 (docs/resharding.md)."""
+CHANGE_BYTES = {"none": 2.05, "zstd": 1.34}
+"""What a change takes of bfloat16 weights at a learning rate of 1e-6 (docs/measurements.md)."""
 ROWS = 16
 """Trainer ranks listed before the table is cut short."""
 

@@ -35,7 +35,7 @@ ON_CPU = {
     VISIBLE: "",  # torch and vLLM would take a GPU if they saw one
     "OMP_NUM_THREADS": "1",
     "THP_MEM_ALLOC_ENABLE": "1",  # huge pages: training is a sixth faster, a commit takes half the time
-    # copies of a mebibyte and more bypass the caches: a commit pauses for two thirds as long (docs/measurements.md)
+    # copies of a mebibyte and more bypass the caches: a commit pauses for two thirds as long
     "GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x100000",
 }
 """Environment of trainer ranks and engines on CPU."""
