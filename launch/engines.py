@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import errno
 import ipaddress
+import itertools
 import os
 import signal
 import socket
@@ -325,15 +326,23 @@ def states_of(run: RunFolder) -> dict[str, EngineState]:
 
 def slots(config: Config, count: int) -> list[list[int | str]]:
     """Returns this machine's GPUs (or cores) for each of `count` engines; 0: as many as fit. Raises ConfigError."""
-    tp, on_gpus = config.rollout.tp, config.machine.device == "cuda"
-    found = gpus.visible() if on_gpus else sorted(range(len(os.sched_getaffinity(0))))
-    fitting = len(found) // tp
-    if (count > fitting and on_gpus) or not fitting:
-        kind = "GPUs" if on_gpus else "cores"
-        raise ConfigError(
-            f"{max(count, 1)} engines of rollout.tp={tp} do not fit the {len(found)} {kind} of this machine"
-        )
-    return [[found[(n * tp + i) % len(found)] for i in range(tp)] for n in range(count or fitting)]
+    tp = config.rollout.tp
+    return consecutive(config, [tp] * (count or max(1, len(_places(config)) // tp)))
+
+
+def consecutive(config: Config, sizes: Sequence[int]) -> list[list[int | str]]:
+    """Returns this machine's GPUs for engines of these sizes, or its cores, which several may share. Raises
+    ConfigError."""
+    found, on_gpus = _places(config), config.machine.device == "cuda"
+    if max(sizes) > len(found) or (on_gpus and sum(sizes) > len(found)):
+        asked, kind = " + ".join(map(str, sizes)), "GPUs" if on_gpus else "cores"
+        raise ConfigError(f"engines of tp={asked} do not fit the {len(found)} {kind} of this machine")
+    ends = itertools.accumulate(sizes)
+    return [[found[n % len(found)] for n in range(end - size, end)] for end, size in zip(ends, sizes, strict=True)]
+
+
+def _places(config: Config) -> list[int | str]:
+    return gpus.visible() if config.machine.device == "cuda" else [*range(len(os.sched_getaffinity(0)))]
 
 
 def drain(run: RunFolder, names: list[str], timeout_s: float, silence_s: float) -> int:

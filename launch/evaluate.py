@@ -3,6 +3,7 @@
     areal evaluate RUN [DATA]         what a run has trained, as the run evaluates itself
     areal evaluate MODEL DATA [--n 8] [--k 1,8] [--temperature 1] [--top-p 1] [--top-k 0]
                                       [--max-new-tokens N] [--reward FUNCTION] [--seed 1] [--device auto] [--tp 1]
+                                      [--workflow NAME] [--program COMMAND] [--turns 1] [--user MODEL]
                                       [--base MODEL] [--vllm FLAG=VALUE …] [--out FOLDER] [--pass-rates FILE.jsonl]
     areal evaluate MODEL DATA --adapters FOLDER …     the model and adapters of it, side by side
 
@@ -45,12 +46,14 @@ from areal_megatron.controller.environment import Environment, Environments
 from areal_megatron.data.files import fetch, file_names, records
 from areal_megatron.data.prompts import Prompt, no_problems, read_prompts
 from areal_megatron.data.tokenizer import Tokenizer
+from areal_megatron.engine import served
 from areal_megatron.engine.adapters import BASE, Named, told
 from areal_megatron.engine.client import EngineError
 from areal_megatron.engine.environment import ADAPTERS
+from areal_megatron.hub import hub
 from areal_megatron.launch import comparison
 from areal_megatron.launch.comparison import Model, differences
-from areal_megatron.launch.engines import slots
+from areal_megatron.launch.engines import consecutive
 from areal_megatron.launch.evaluation_config import (
     config_of,
     config_of_run,
@@ -79,7 +82,7 @@ from areal_megatron.reward.trial import try_rewards
 from areal_megatron.reward.workers import default_count
 from areal_megatron.run import descriptors
 from areal_megatron.run.arguments import Parser
-from areal_megatron.run.folder import RunError, RunFolder, engine_name
+from areal_megatron.run.folder import RunError, RunFolder, engine_name, served_name
 from areal_megatron.workflows.episode import EpisodeSpec
 from areal_megatron.workflows.sampling import Decoding, Sampling, sampling_seed
 from areal_megatron.workflows.trial import try_workflows
@@ -111,6 +114,9 @@ class OfflineEvaluation:
             if options.max_new_tokens is None:
                 self._fit_length(longest)
         check_model(self.config, trains=False)
+        for name, model in self.config.served_models.items():
+            model.path = hub.model_folder(model.path, f"served.{name}.path")
+            model.max_length = served.longest(self.config, name)
         check_for_device(self.config)
         for line in check_options(self.config, python={}):
             say(f"warning: {line}")
@@ -190,8 +196,12 @@ class OfflineEvaluation:
             "max_new_tokens": config.rollout.max_new_tokens,
             "seed": config.seed,
             "vllm": config.rollout.vllm or None,
-            "scoring": digest([_scoring(kind) for kind in self.kinds]) if self.run_folder else None,
+            "scoring": digest([_scoring(kind) for kind in self.kinds]) if self._has_own_scoring else None,
         }
+
+    @property
+    def _has_own_scoring(self) -> bool:
+        return bool(self.run_folder) or self.config.rollout.workflow != RolloutConfig.workflow
 
     @property
     def files(self) -> dict[int, str]:
@@ -210,14 +220,14 @@ class OfflineEvaluation:
             if (prompt.id, sample) not in folders[model].answers
         ]
 
-    async def run(self, child: Child, run: RunFolder, folders: Folders) -> None:
+    async def run(self, children: Sequence[Child], run: RunFolder, folders: Folders) -> None:
         """Runs until every answer is in its folder. Raises EngineError, RunError or ConfigError."""
         log_file = run.folder.parent / "rewards.log"
-        environments = Environments(self.kinds, output=log_file)
+        environments = Environments(self.kinds, run if self.config.served_models else None, log_file)
         try:
             await environments.start()
             async with asyncio.TaskGroup() as group:
-                background = [group.create_task(watch(child))]
+                background = [group.create_task(watch(child)) for child in children]
                 async with serving(self.config, run) as engine:
                     silent_s, stuck_s = self.config.rollout.silence_s, self.config.machine.peer_timeout_s
                     background.append(group.create_task(engine.watch(stuck_s, silent_s)))
@@ -362,18 +372,30 @@ def _rows(result: dict[str, Any], n: int) -> list[str]:
 def fill(evaluation: OfflineEvaluation, out: Path, folders: Folders) -> None:
     """Runs an engine until all answers are in their folders. Raises EngineError, RunError or ConfigError."""
     config, run = evaluation.config, RunFolder(out / "engine")
-    own = slots(config, 1)[0]
+    processes = _processes(config)
     shutil.rmtree(run.folder, ignore_errors=True)  # left by an evaluation that was killed
     run.create()
     config_file.save(config, run.config)
-    here = socket.gethostname()
-    process = Process(_ENGINE, "rollout", 0, here, tuple(Slot(here, index) for index in own))
-    say(f"starting {_ENGINE}; its log: {run.log(_ENGINE)}")
+    run.begin()
     with Here() as host:
-        order = start_order(config, run, process, host.supervisor(process))
-        order.settings[ADAPTERS] = told(evaluation.adapters)
-        host.start(order)
-        asyncio.run(evaluation.run(host.by_name[_ENGINE], run, folders))
+        for process in processes:
+            say(f"starting {process.name}; its log: {run.log(process.name)}")
+            order = start_order(config, run, process, host.supervisor(process))
+            if process.pool == "rollout":
+                order.settings[ADAPTERS] = told(evaluation.adapters)
+            host.start(order)
+        asyncio.run(evaluation.run([host.by_name[process.name] for process in processes], run, folders))
+
+
+def _processes(config: Config) -> list[Process]:
+    """Returns the engine, and those of the served models, each on GPUs (or cores) of its own. Raises ConfigError."""
+    named = [(_ENGINE, "rollout", 0, config.rollout.tp)]
+    for name, model in config.served_models.items():
+        named += [(served_name(name, index), name, index, model.tp) for index in range(model.engines)]
+    here, own = socket.gethostname(), iter(consecutive(config, [tp for *_, tp in named]))
+    return [
+        Process(name, pool, index, here, tuple(Slot(here, at) for at in next(own))) for name, pool, index, _ in named
+    ]
 
 
 @asynccontextmanager
@@ -479,6 +501,10 @@ def _parser() -> Parser:
         type=int,
         help=f"most tokens of an answer; default: {RolloutConfig.max_new_tokens}, or all that the model has room for",
     )
+    parser.add_argument("--workflow", help="as rollout.workflow; default: single_turn, of a run its own")
+    parser.add_argument("--program", metavar="COMMAND", help="as rollout.workflow_program, with --workflow program")
+    parser.add_argument("--turns", type=int, help="as rollout.turns; default: 1, of a run its own")
+    parser.add_argument("--user", metavar="MODEL", help="as served.user.path, for workflows that talk to a model")
     parser.add_argument("--base", help="the model that an adapter is for; default: the one that it names")
     parser.add_argument("--reward", help="as reward.function; default: that of the run, or the format's own, or math")
     parser.add_argument(
@@ -523,7 +549,7 @@ def _parser() -> Parser:
 def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = _parser()
     options = parser.parse_args(arguments)
-    positive = ("n", "max_new_tokens", "workers", "tp", "reward_timeout_s")
+    positive = ("n", "turns", "max_new_tokens", "workers", "tp", "reward_timeout_s")
     given = {f"--{name.replace('_', '-')}": getattr(options, name) for name in positive}
     given["--k"] = options.k[0] if options.k else None
     for name, value in given.items():

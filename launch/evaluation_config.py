@@ -18,7 +18,6 @@ from areal_megatron.config import (
     ConfigError,
     DataConfig,
     EvalConfig,
-    JudgeConfig,
     LoraConfig,
     MachineConfig,
     ModelConfig,
@@ -26,6 +25,7 @@ from areal_megatron.config import (
     RewardConfig,
     RolloutConfig,
     ServedConfig,
+    ServedModelConfig,
     TrainerConfig,
     config_file,
 )
@@ -113,15 +113,8 @@ def config_of_run(options: argparse.Namespace, folder: Path) -> Config:
             f"{folder} is a run of mode={trained.mode}, which has no reward: name its model and data, areal evaluate "
             f"{folder}/hf DATA"
         )
-    rollout, reward = trained.rollout, trained.reward
-    if any(own.reward.of_served for own in trained.by_environment()) and not options.reward:
-        raise ConfigError(f"{folder} was scored by a served model, which has engines of its own: name another --reward")
-    asks = any(is_tried(own.rollout) for own in trained.by_environment())
-    if asks and (helpers := [name for name in trained.served_models if name != "reward"]):
-        raise ConfigError(
-            f"{folder} has workflows that may ask served.{helpers[0]}, which has engines of its own: data.eval is "
-            f"evaluated during a run; here evaluate the model with single turns, areal evaluate {folder}/hf DATA"
-        )
+    if given := next((name for name in ("workflow", "program", "turns", "user") if getattr(options, name)), ""):
+        raise ConfigError(f"--{given}: {folder} is a run, which has its own; leave it out")
     if options.data:
         trained = replace(trained, environments=[], data=replace(trained.data, eval=options.data))
     if options.max_new_tokens:
@@ -132,6 +125,9 @@ def config_of_run(options: argparse.Namespace, folder: Path) -> Config:
         raise ConfigError(f"{folder} has no data.eval: name the data, areal evaluate {folder} DATA")
     for place in (trained.data, *trained.environments):
         place.eval = place.eval and fetch(place.eval, "data.eval")
+    rollout = trained.rollout
+    reward = replace(trained.reward, function=options.reward or trained.reward.function)
+    asked = _asked(replace(trained, reward=reward))
     return replace(
         trained,
         name="engine",
@@ -155,14 +151,22 @@ def config_of_run(options: argparse.Namespace, folder: Path) -> Config:
         ),
         reward=replace(
             reward,
-            function=options.reward or reward.function,
             workers=options.workers,
             timeout_s=first_given(options.reward_timeout_s, reward.timeout_s),
             group_function="",
-            judge=JudgeConfig(),
         ),
-        served=ServedConfig(),
+        served=ServedConfig(**{name: model for name, model in trained.served_models.items() if name in asked}),
     )
+
+
+def _asked(config: Config) -> set[str]:
+    """Returns the names of the served models that workflows and rewards of a config may ask."""
+    found = set()
+    for own in config.by_environment():
+        found |= {"reward"} if own.reward.of_model else {"judge"} if own.reward.of_judge else set()
+        if is_tried(own.rollout):
+            found |= config.served_models.keys() - {"reward"}
+    return found
 
 
 def _reward_of_owners(folders: Sequence[str]) -> str:
@@ -212,7 +216,11 @@ def config_of(options: argparse.Namespace, models: Sequence[Model] = ()) -> Conf
             tp=first_given(options.tp, 1),
             max_new_tokens=options.max_new_tokens or RolloutConfig.max_new_tokens,
             first_weights="model",
+            workflow=first_given(options.workflow, RolloutConfig.workflow),
+            workflow_program=first_given(options.program, ""),
+            turns=first_given(options.turns, 1),
         ),
+        served=ServedConfig(user=ServedModelConfig(path=first_given(options.user, ""))),
         reshard=ReshardConfig(staging="streamed"),  # no updates: no memory for a second copy of the weights
         reward=RewardConfig(
             function=options.reward or _reward_of_owners(owned),

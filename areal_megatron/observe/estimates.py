@@ -35,6 +35,15 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     return (subsets - math.comb(n - c, k)) / subsets
 
 
+def all_of_k(n: int, c: int, k: int) -> float:
+    """Returns the unbiased estimate of pass^k from n answers of which c are correct: C(c, k) / C(n, k).
+
+    The chance that all of k answers are correct, as τ-bench counts (arXiv 2406.12045). Raises ValueError unless
+    1 ≤ k ≤ n and 0 ≤ c ≤ n.
+    """
+    return 1 - pass_at_k(n, n - c, k)
+
+
 class Graded(Protocol):
     """An answer to an item of an evaluation."""
 
@@ -45,10 +54,11 @@ class Graded(Protocol):
 
 
 def item_values(answers: Sequence[Graded], n: int, ks: Sequence[int]) -> dict[str, dict[int, float]]:
-    """Returns the value of each item in avg@n and in pass@k for each k, by the figure's name and the item, in order.
+    """Returns the value of each item in avg@n, and in pass@k and pass^k for each k, by the figure's name and the item,
+    in order.
 
-    n answers were asked for each item; an item with fewer counts with those that it has, in pass@k if these are k or
-    more.
+    n answers were asked for each item; an item with fewer counts with those that it has, in pass@k and pass^k if these
+    are k or more. pass^1 is pass@1.
     """
     correct: dict[int, list[bool]] = {}
     for answer in answers:
@@ -56,14 +66,18 @@ def item_values(answers: Sequence[Graded], n: int, ks: Sequence[int]) -> dict[st
     items = {item: correct[item] for item in sorted(correct)}
     found = {f"avg@{n}": {item: sum(own) / len(own) for item, own in items.items()}}
     for k in ks:
-        found[f"pass@{k}"] = {item: pass_at_k(len(own), sum(own), k) for item, own in items.items() if len(own) >= k}
+        enough = {item: (len(own), sum(own)) for item, own in items.items() if len(own) >= k}
+        found[f"pass@{k}"] = {item: pass_at_k(*counts, k) for item, counts in enough.items()}
+        if k > 1:
+            found[f"pass^{k}"] = {item: all_of_k(*counts, k) for item, counts in enough.items()}
     return {name: own for name, own in found.items() if own}
 
 
 def figures(answers: Sequence[Graded], n: int, ks: Sequence[int]) -> dict[str, Any]:
-    """Returns items, avg@n, pass@k for each k, truncated_share and response_tokens_mean; items alone without answers.
+    """Returns items, avg@n, pass@k and pass^k for each k, truncated_share and response_tokens_mean; items alone without
+    answers.
 
-    avg@n and pass@k are {"value", "low", "high"}, of `item_values`.
+    avg@n, pass@k and pass^k are {"value", "low", "high"}, of `item_values`.
     """
     found = item_values(answers, n, ks)
     result: dict[str, Any] = {"items": len(found.get(f"avg@{n}", ()))}

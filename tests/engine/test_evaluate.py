@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from tests.conftest import ROOT, take_interrupts
-from tests.support.living import left_over
+from tests.support.living import command_of, left_over
 
 ITEMS, N = 40, 4
 
@@ -55,19 +55,19 @@ class Started:
         path = self.out / "answers.jsonl"
         return path.read_bytes().splitlines(keepends=True) if path.exists() else []
 
-    def finish(self, code=0):
-        output, _ = self.process.communicate(timeout=120)
+    def finish(self, code=0, timeout_s=120):
+        output, _ = self.process.communicate(timeout=timeout_s)
         assert self.process.returncode == code, output
         return output
 
 
 @pytest.fixture
 def start(world, tmp_path):
-    data = tmp_path / "data.jsonl"
-    data.write_text("".join((world / "heldout.jsonl").read_text().splitlines(keepends=True)[:ITEMS]))
-    evaluations = []
+    data, evaluations = tmp_path / "data.jsonl", []
+    rows = [json.loads(line) for line in (world / "heldout.jsonl").read_text().splitlines()[:ITEMS]]
 
-    def begin(name, *more):
+    def begin(name, *more, **columns):
+        data.write_text("".join(json.dumps(row | columns) + "\n" for row in rows))
         evaluations.append(Started(world, data, tmp_path / name, *more))
         return evaluations[-1]
 
@@ -169,3 +169,16 @@ def test_an_evaluation_that_is_interrupted_ends_its_engine(start, number, code):
     evaluation.process.send_signal(number)
     assert "Traceback" not in evaluation.finish(code)
     assert not left_over(members)
+
+
+@pytest.mark.soak
+def test_a_workflow_is_evaluated_with_its_user(start, world):
+    """The user's engine runs beside the model's; both are gone at the end."""
+    flow = ["--workflow", "tests.support.served_flows:asks_a_user", "--turns", "2", "--user", str(world / "model")]
+    asked = start("talk", *flow, "--max-new-tokens", "200", response_tokens=6)
+    output = asked.finish(timeout_s=400)
+    result = json.loads((asked.out / "result.json").read_text())
+    assert "starting user-0" in output and result["failed"] == 0 and len(asked.lines()) == ITEMS * N
+    assert result["pass^4"]["value"] <= result["avg@4"]["value"] <= result["pass@4"]["value"]
+    named = [process for process in psutil.process_iter() if str(asked.out) in " ".join(command_of(process))]
+    assert not left_over(named)

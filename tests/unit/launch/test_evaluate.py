@@ -567,22 +567,36 @@ def test_the_table_of_several_models():
     assert "+50.00%" in adapter and "1 left out" in comparison.table(results, found)
 
 
-def test_a_workflow_that_may_ask_a_served_model_is_not_evaluated_without(world, tmp_path):
+def test_models_are_served_where_a_workflow_or_a_reward_may_ask_them(world, tmp_path):
     run, data = tmp_path / "mine", tmp_path / "eval.jsonl"
     shutil.copytree(world / "model", run / "hf")
     data.write_text('{"prompt": "1+1=", "answer": "2"}\n')
-    for workflow, refused in (("mine:run", True), ("single_turn", False)):
+    models = "".join(f"{name}: {{path: {world / 'model'}}}, " for name in ("user", "judge"))
+
+    def served(workflow, *given, reward="function: math"):
         values = {"MODEL": world / "model", "TRAIN": data, "EVAL": data, "WORKFLOW, turns: 2": workflow}
-        text = RUN + f"served: {{user: {{path: {world / 'model'}}}}}\n"
+        text = RUN.replace("reward:", f"reward: {{{reward}}}\n#") + f"served: {{{models}}}\n"
         for name, value in values.items():
             text = text.replace(name, str(value))
         (run / "config.yaml").write_text(text)
-        options = evaluate._options([str(run)])
-        if refused:
-            with pytest.raises(ConfigError, match=r"workflows that may ask served.user, .* areal evaluate .*/hf DATA$"):
-                evaluate.config_of_run(options, run)
-        else:
-            assert not evaluate.config_of_run(options, run).served_models
+        return {*evaluate.config_of_run(evaluate._options([str(run), *given]), run).served_models}
+
+    assert served("mine:run") == {"user", "judge"} and served("single_turn") == set()
+    assert served("single_turn", reward="function: judge") == {"judge"}
+    assert served("single_turn", "--reward", "math", reward="function: judge") == set()
+
+
+@pytest.mark.parametrize("option", ["--workflow", "--program", "--turns", "--user"])
+def test_a_run_has_its_own_workflow(world, tmp_path, option):
+    shutil.copytree(world / "model", tmp_path / "run" / "hf")
+    values = {"MODEL": world / "model", "TRAIN": "x.jsonl", "EVAL": "x.jsonl", "WORKFLOW": "multi_turn"}
+    text = RUN
+    for name, value in values.items():
+        text = text.replace(name, str(value))
+    (tmp_path / "run" / "config.yaml").write_text(text)
+    options = evaluate._options([str(tmp_path / "run"), option, "2"])
+    with pytest.raises(ConfigError, match=f"^{option}: .* is a run, which has its own; leave it out$"):
+        evaluate.config_of_run(options, tmp_path / "run")
 
 
 def test_a_mistake_in_a_runs_workflow_is_told_before_an_engine_is_started(world, tmp_path, monkeypatch):

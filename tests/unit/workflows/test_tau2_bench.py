@@ -160,7 +160,7 @@ def test_rows_and_what_is_refused(packages):
     rows = [
         json.loads(line) for line in python(packages, FILE, "rows", "retail", "--split", "test").stdout.splitlines()
     ]
-    assert len(rows) == 40 and rows[0].keys() == {"prompt", "domain", "task"}
+    assert len(rows) == 40 and rows[0].keys() == {"prompt", "answer", "domain", "task"}
     for arguments, problem in (
         (["rows", "shop"], "error: τ²-bench has no domain 'shop', it has "),
         (["rows", "mock", "--split", "tes"], "error: --split: "),
