@@ -79,14 +79,28 @@ def guard() -> None:
 
 class _Guarded:
     """A stream that writes the visible part of a text. To libraries it is no terminal, or they would colour their
-    output."""
+    output. A reader who leaves, as `head` does, ends no program: what comes later is written nowhere."""
 
     def __init__(self, unguarded: TextIO):
         self.unguarded = unguarded
 
     def write(self, text: str) -> int:
-        self.unguarded.write(visible(text))
+        try:
+            self.unguarded.write(visible(text))
+        except BrokenPipeError:
+            self._write_nowhere()
         return len(text)
+
+    def flush(self) -> None:
+        try:
+            self.unguarded.flush()
+        except BrokenPipeError:
+            self._write_nowhere()
+
+    def _write_nowhere(self) -> None:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self.unguarded.fileno())
+        os.close(nowhere)
 
     def writelines(self, lines: Iterable[str]) -> None:
         for line in lines:

@@ -69,8 +69,8 @@ def print_rows(registry: Any, domain: str, split: str | None) -> None:
         if criteria is not None and any(basis.value == "NL_ASSERTION" for basis in criteria.reward_basis):
             judged += 1
             continue
-        row = {"prompt": f"τ²-bench, {domain}, task {number}", "answer": number, "domain": domain, "task": number}
-        print(json.dumps(row, ensure_ascii=False))
+        row = {"prompt": f"tau2-bench, {domain}, task {number}", "answer": number, "domain": domain, "task": number}
+        print(json.dumps(row))
     if judged:
         print(f"{judged} of {len(tasks)} tasks need a judge and are left out", file=sys.stderr)
 

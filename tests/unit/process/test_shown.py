@@ -115,8 +115,9 @@ UNGUARDED = {
     "areal_megatron.launch.supervision.guardian",
     "areal_megatron.reward.sandbox_init",
     "areal_megatron.data.chat_template",
+    "areal_megatron.workflows.environments.tau2_bench",
 }
-"""They print nothing of others, or to a process of ours that does not pass it on as it is."""
+"""They print nothing of others, or as JSON in ASCII, or to a process of ours that does not pass it on as it is."""
 OF_VLLM = {"areal_megatron.engine.serving", "areal_megatron.engine.headless"}
 """They become programs of vLLM, whose output is a log."""
 
@@ -344,3 +345,18 @@ def test_bytes_that_are_no_text_are_read_in_linear_time(model, monkeypatch):  # 
     mixed = [tokens[1]] * 7 + tokenizer.responses(["🙂 größer"])[0] + [tokens[0]] * 9 + tokenizer.responses(["数"])[0]
     found = pieces(tokenizer, mixed)
     assert "".join(text for _, text in found) == decode(mixed, True), "a character over the end of a piece is whole"
+
+
+@pytest.mark.parametrize("flush", [True, False])
+def test_a_reader_who_leaves_ends_no_program(tmp_path, flush):
+    program = (
+        "import sys; from areal_megatron.process.shown import guard; guard()\n"
+        f"for number in range(20_000): print(number, flush={flush})\n"
+        f"open({str(tmp_path / 'end')!r}, 'w').close()"
+    )
+    writing = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert writing.stdout.readline() == "0\n"
+    writing.stdout.close()
+    assert writing.stderr.read() == "" and writing.wait(60) == 0 and (tmp_path / "end").exists()
