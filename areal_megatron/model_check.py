@@ -104,7 +104,7 @@ def check_model(config: Config, weights: bool = True, trains: bool = True) -> No
             _check_served(config, name, weights)
     if weights:
         _check_files(Path(path), engines_read=config.mode == "rl" and not config.engines_start_empty)
-    if not config.is_supervised and config.ppo.penalty.kl_model:
+    if not config.is_supervised and config.ppo.penalty.kl_folder:
         _check_teacher(config, weights)
 
 
@@ -134,24 +134,29 @@ def trained_config(config: Config, pad_token: int | None = None) -> dict[str, An
 def reference_config(config: Config) -> Config:
     """Returns the config of the frozen model of ppo.penalty, as if that were to be trained in the layout of the
     trainers; the one of model.path is that model unless kl_model names another. Raises ConfigError."""
-    path = config.ppo.penalty.kl_model or config.model.path
+    path = config.ppo.penalty.kl_folder or config.model.path
     experts = bool(architecture(read_config(path)).dimensions.experts)
     trainer = config.trainer if experts else replace(config.trainer, ep=1, etp=0, expert_dispatch="alltoall")
     return replace(config, model=replace(config.model, path=path), trainer=trainer, ppo=PPOConfig(), lora=LoraConfig())
 
 
 def _check_teacher(config: Config, weights: bool) -> None:
-    path = config.ppo.penalty.kl_model
+    path = config.ppo.penalty.kl_folder
     try:
         if not Path(path).is_dir():
             raise ConfigError(f"model.path: there is no folder {path}")
         check_model(replace(reference_config(config), mode="replay"), weights)
         _check_length(config, read_config(path), path)
-        size, own = (read_config(folder)["vocab_size"] for folder in (path, config.model.path))
-        if size < own:
-            raise ConfigError(f"model.path: {path} has {size} tokens, fewer than the {own} of {config.model.path}")
+        _check_vocabulary(config, path)
     except ConfigError as e:
         raise ConfigError(str(e).replace("model.path", "ppo.penalty.kl_model", 1)) from None
+
+
+def _check_vocabulary(config: Config, path: str) -> None:
+    """Raises ConfigError if a teacher has fewer tokens than its student."""
+    size, own = (read_config(folder)["vocab_size"] for folder in (path, config.model.path))
+    if size < own:
+        raise ConfigError(f"model.path: {path} has {size} tokens, fewer than the {own} of {config.model.path}")
 
 
 def _check_served(config: Config, name: str, weights: bool) -> None:
@@ -178,6 +183,8 @@ def _check_served(config: Config, name: str, weights: bool) -> None:
                 f"model.path: {own.path} is no reward model but a {model.name}; mode=reward_model trains one"
             )
         _check_heads(alone, model.dimensions)
+        if name == "teacher" and config.ppo.penalty.asks_teacher:
+            _check_vocabulary(config, own.path)
         if weights:
             _check_files(Path(own.path), engines_read=True)
     except ConfigError as e:

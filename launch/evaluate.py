@@ -67,6 +67,7 @@ from areal_megatron.launch.supervision.failure import Failure
 from areal_megatron.launch.supervision.hosts import Here
 from areal_megatron.launch.supervision.orders import start_order
 from areal_megatron.launch.supervision.processes import Child
+from areal_megatron.launch.supervision.start import check_adapters
 from areal_megatron.model_check import check_model, longest_of
 from areal_megatron.models.architecture import read_config
 from areal_megatron.observe.estimates import figures
@@ -116,7 +117,9 @@ class OfflineEvaluation:
         check_model(self.config, trains=False)
         for name, model in self.config.served_models.items():
             model.path = hub.model_folder(model.path, f"served.{name}.path")
+            model.adapter = model.adapter and hub.model_folder(model.adapter, f"served.{name}.adapter")
             model.max_length = served.longest(self.config, name)
+        check_adapters(self.config)
         check_for_device(self.config)
         for line in check_options(self.config, python={}):
             say(f"warning: {line}")

@@ -21,6 +21,7 @@ from areal_megatron.config import (
     LoraConfig,
     MachineConfig,
     ModelConfig,
+    PPOConfig,
     ReshardConfig,
     RewardConfig,
     RolloutConfig,
@@ -156,6 +157,7 @@ def config_of_run(options: argparse.Namespace, folder: Path) -> Config:
             group_function="",
         ),
         served=ServedConfig(**{name: model for name, model in trained.served_models.items() if name in asked}),
+        ppo=PPOConfig(),
     )
 
 

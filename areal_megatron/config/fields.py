@@ -252,6 +252,10 @@ class CorrectionConfig:
         return {name: bound for name, bound in asdict(self).items() if bound}
 
 
+SERVED_TEACHER = "served.teacher"
+"""The kl_model that is a served one."""
+
+
 @dataclass
 class PenaltyConfig:
     """What is added to the policy loss of every trained token (docs/algorithms.md)."""
@@ -264,13 +268,24 @@ class PenaltyConfig:
     """Estimator of that divergence, after Schulman; k1 is subtracted from the advantages."""
     kl_model: str = key("", needs="kl")
     """Hugging Face directory, or name on the hub, of another model that the divergence is from: a teacher, of any size,
-    with the tokenizer of model.path (docs/algorithms.md, "Distillation"). Empty: model.path."""
+    with the tokenizer of model.path (docs/algorithms.md, "Distillation"). `served.teacher`: the engines of that model
+    are asked. Empty: model.path."""
     kl_weighted: bool = True
     """k2 and k3 are times π_θ/π_behav, up to ppo.correction.truncate, since older policies sampled the tokens."""
     kl_cov: float = key(0.0, at_least=0)
     """Coefficient of |log π_θ/π_prox| of the tokens by which entropy falls most (KL-Cov)."""
     kl_cov_share: float = key(0.002, above=0, at_most=1, needs="kl_cov")
     """How many they are, as a share of a mini-batch's tokens."""
+
+    @property
+    def asks_teacher(self) -> bool:
+        """Whether the divergence is from a model that engines serve, and the trainers keep none."""
+        return self.kl > 0 and self.kl_model == SERVED_TEACHER
+
+    @property
+    def kl_folder(self) -> str:
+        """The folder of another model that the trainers keep; empty without one."""
+        return "" if self.kl_model == SERVED_TEACHER else self.kl_model
 
     @property
     def coefficients(self) -> dict[str, float]:
@@ -329,7 +344,7 @@ class PPOConfig:
 
     @property
     def has_reference(self) -> bool:
-        return self.penalty.kl > 0
+        return self.penalty.kl > 0 and not self.penalty.asks_teacher
 
     @property
     def has_critic(self) -> bool:

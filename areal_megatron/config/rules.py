@@ -142,6 +142,15 @@ def _check_served(config: Config, require: Require) -> None:
         model = getattr(config.served, name)
         require(model.path != "" or not model.vllm, f"served.{name}.vllm", f"has no meaning without served.{name}.path")
         passed_through.check_served(name, model.vllm, on_cpu=None, require=require)
+    asks, key = config.ppo.penalty.asks_teacher, "ppo.penalty.kl_model"
+    require(not asks or config.mode == "rl", key, f"mode={config.mode} has no engines to ask: name a folder")
+    require(not asks or config.served.teacher.path != "", "served.teacher.path", f"{key}=served.teacher needs one")
+    require(
+        not asks or config.rollout.temperature == 1,
+        "rollout.temperature",
+        f"the engines of {key}=served.teacher tell log-probabilities at temperature 1 alone: set it to 1, or name a "
+        "folder there",
+    )
     for name in config.served_models:
         require(
             not config.machine.shared,

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -21,6 +21,7 @@ from areal_megatron.controller.failures import FailedAnswers
 from areal_megatron.controller.sampler import Sampler
 from areal_megatron.controller.schedule import Group, Schedule
 from areal_megatron.controller.state import ControllerState, InterruptedGroup
+from areal_megatron.controller.teacher import Teacher
 from areal_megatron.data.prompts import Prompt, cursor, drawing_of
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.data.trajectory import Trajectory
@@ -55,11 +56,12 @@ class Generation:
         prompts: list[Prompt],
         changed: Changed,
         tokenizer: Tokenizer | None = None,
+        teacher: Teacher | None = None,
     ):
         """`changed` says when another group may be admitted, and is notified of groups that finish; checkpoints name
-        the `tokenizer` of the prompts."""
+        the `tokenizer` of the prompts. `teacher`: whom the trainers need log-probabilities of."""
         self._config, self._schedule, self._sampler, self._changed = config, schedule, sampler, changed
-        self._prompts = prompts
+        self._prompts, self._teacher = prompts, teacher
         self.drawing = drawing_of(config, prompts, tokenizer)
         """That of the prompts, from the beginning."""
         self._by_id = {prompt.id: prompt for prompt in prompts}
@@ -100,7 +102,8 @@ class Generation:
     def restore(self, state: ControllerState) -> None:
         """Continues from what `save` returned, with this config's batch, group and bound."""
         n, saved = self._config.rollout.group_size, state.schedule
-        finished = [group for group in saved.finished if len({t.uid for t in state.trajectories[group.number]}) == n]
+        whole = (group for group in saved.finished if len({t.uid for t in state.trajectories[group.number]}) == n)
+        finished = [group for group in whole if self._is_scored(state.trajectories[group.number])]
         interrupted = [group for group in saved.interrupted if self._is_resumable(group, state.resumable)]
         kept = {group.number for group in (*finished, *interrupted)}
         lost = [group for group in (*saved.finished, *saved.interrupted) if group.number not in kept]
@@ -223,6 +226,10 @@ class Generation:
         resumes = self._sampler.of(self._by_id[group.prompt_id]).runner.resumes
         return len(answers) == self._config.rollout.group_size and resumes
 
+    def _is_scored(self, trajectories: Sequence[Trajectory]) -> bool:
+        """Whether the trajectories have what the teacher says of their tokens, if it is asked."""
+        return not self._teacher or all(len(t.reference) or not t.loss_mask.any() for t in trajectories)
+
     def _reason_to_skip(self, prompt: Prompt) -> str:
         fits = self._sampler.of(prompt).fits(len(prompt.tokens))
         return self._difficulty.reason_to_skip(prompt, self._schedule.version) if fits else _TOO_LONG
@@ -245,6 +252,10 @@ class Generation:
         if sampled is None:  # admitted again, elsewhere or by the next incarnation
             return
         sampled = await self._sampler.with_terms(prompt, sampled)
+        numbered, discount = enumerate(sampled, group.number * n), self._config.reward.turn_discount
+        trajectories = [*chain(*(_samples(group, uid, ended, discount) for uid, ended in numbered))]
+        if self._teacher:
+            await self._teacher.score(trajectories)
         self._failed_answers.add(ended.score.failure for ended in sampled)
         known = [ended.score for ended in sampled if not ended.score.failed]
         if len(known) < min(_FEWEST_SCORED, n):
@@ -252,10 +263,7 @@ class Generation:
         elif self._count(prompt, sampled, known):
             self._schedule.filter(group)
         else:
-            numbered = enumerate(sampled, group.number * n)
-            discount = self._config.reward.turn_discount
-            found = (_samples(group, uid, ended, discount) for uid, ended in numbered)
-            self._trajectories[group.number] = [*chain(*found)]
+            self._trajectories[group.number] = trajectories
             self._schedule.finish(group)
         self._changed.notify()
 

@@ -44,8 +44,11 @@ def check_data(
         say(f"warning: model.path: {line}")
     if config.is_supervised:
         return _check_supervised(config, tokenizer, say)
-    if config.ppo.penalty.kl_model:
-        tokenizer.check_same(config.ppo.penalty.kl_model, "ppo.penalty.kl_model")
+    penalty = config.ppo.penalty
+    if penalty.kl_folder:
+        tokenizer.check_same(penalty.kl_folder, "ppo.penalty.kl_model")
+    if penalty.asks_teacher:
+        tokenizer.check_same(config.served.teacher.path, "served.teacher.path")
     _check_weights(config)
     train = _read(config, "train", tokenizer, problems_of, say)
     _check_served(config, train)

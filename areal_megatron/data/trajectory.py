@@ -56,6 +56,9 @@ class Trajectory(msgspec.Struct, kw_only=True):
     """Whether its reward is unknown; `reward` says nothing then, and no token is trained."""
     terms: dict[str, float] = {}
     """What the group function has added to the reward, by name."""
+    reference: np.ndarray = msgspec.field(default_factory=lambda: np.zeros(0, np.float32))
+    """float32 [R], log-probability of each token by served.teacher. Empty where that is not asked, or where no token is
+    trained."""
     routes: np.ndarray = msgspec.field(default_factory=lambda: np.zeros(0, np.uint8))
     """uint8 or uint16 [tokens, layers, k], flat: the experts that the engine's routers chose for every token but the
     last, which the engine never computed with. Empty without rollout.replay_routes."""

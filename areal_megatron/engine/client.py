@@ -202,14 +202,17 @@ class EngineClient:
             raise EngineError(f"{self.name} at {self.endpoint}: unreadable answer to {request_id}: {e}") from None
 
     async def score(
-        self, tokens: list[int], *, request_id: str, cache_salt: str | None = None
+        self, tokens: list[int], *, request_id: str, cache_salt: str | None = None, adapter: str = ""
     ) -> tuple[np.ndarray, int]:
         """Returns the log-probability of each token but the first, float32 [n − 1], given those before it, and the
-        version by which they were computed or, if it changed meanwhile, the last one. The temperature is 1."""
+        version by which they were computed or, if it changed meanwhile, the last one. The temperature is 1. `adapter`:
+        see `generate`."""
         sampling = {"max_tokens": 1, "logprobs": 0, "prompt_logprobs": 0, "detokenize": False, "ignore_eos": True}
         body = {"request_id": request_id, "token_ids": tokens, "sampling_params": sampling}
         if cache_salt is not None:
             body["cache_salt"] = cache_salt
+        if adapter:
+            body["adapter"] = adapter
         raw = await self._call("POST", answers.PATH, body)
         try:
             (answer,) = answers.decode(raw)

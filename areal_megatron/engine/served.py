@@ -1,5 +1,5 @@
 """One engine of a frozen model beside the policy's: becomes vLLM's own server, which answers at /v1/completions, or
-scores texts at /classify if it is a reward model's.
+scores texts at /classify if it is a reward model's. A teacher tells log-probabilities of tokens, too (sample_route.py).
 
     AREAL_SERVED=judge python -m areal_megatron.engine.served --run RUN_DIR --index E
 
@@ -39,6 +39,8 @@ from areal_megatron.run.versions import require
 
 _MORE_TOKENS = 1024
 """What a text may be longer than prompt and answer: the model may have another template, and other tokens."""
+_SCORED = 1024
+"""Tokens of a teacher's step on a GPU: of their logits vLLM holds several copies beside what it has planned."""
 _RUNNING = 64
 """Most requests at the same time on CPU, where the KV cache is as large as that asks for."""
 
@@ -70,7 +72,14 @@ def longest(config: Config, name: str) -> int:
         raise ConfigError(
             f"served.{name}.max_length: {own.max_length}, but {own.path} has max_position_embeddings={most}"
         )
-    return own.max_length or min(config.longest_sequence + _MORE_TOKENS, most)
+    found = own.max_length or min(config.longest_sequence + _MORE_TOKENS, most)
+    if name == "teacher" and config.ppo.penalty.asks_teacher and found <= config.longest_sequence:
+        raise ConfigError(
+            f"served.{name}.max_length: {found}, and for ppo.penalty.kl_model it has to be above the "
+            f"{config.longest_sequence} tokens of the longest prompt and answer, data.max_prompt_tokens and "
+            "rollout.max_new_tokens"
+        )
+    return found
 
 
 def command(config: Config, name: str, host: str, port: int, named: Sequence[Named] = ()) -> list[str]:
@@ -78,6 +87,8 @@ def command(config: Config, name: str, host: str, port: int, named: Sequence[Nam
     name."""
     words = [sys.executable, "-m", "areal_megatron.engine.serving"]
     words += ["--host", host, "--port", str(port)]
+    if name == "teacher":
+        words += ["--middleware", "areal_megatron.engine.sample_route.SampleRoute"]
     words += ["--middleware", "areal_megatron.engine.guard.TokenGuard", "--disable-uvicorn-access-log"]
     if named:
         words += adapters.served({one.name: str(Path(one.folder).absolute()) for one in named})
@@ -98,7 +109,11 @@ def arguments(config: Config, name: str) -> list[str]:
         words += ["--runner", "pooling"]
     else:
         words += ["--generation-config", "vllm", "--hf-overrides", json.dumps(overrides(config, hf_config))]
-    return words + (cpu_arguments(config, hf_config) if config.machine.is_cpu else [])
+    if config.machine.is_cpu:
+        return words + cpu_arguments(config, hf_config)
+    if name == "teacher" and config.ppo.penalty.asks_teacher:
+        words += ["--max-num-batched-tokens", str(_SCORED)]
+    return words
 
 
 @one_line()

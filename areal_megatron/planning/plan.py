@@ -205,7 +205,7 @@ def main(arguments: list[str] | None = None) -> int:
         config = config_file.load(options.config, options.overrides)
         config.machine.device = "cuda"
         config.model.path = hub.model_folder(config.model.path, "model.path", weights=False)
-        if teacher := config.ppo.penalty.kl_model:
+        if teacher := config.ppo.penalty.kl_folder:
             config.ppo.penalty.kl_model = hub.model_folder(teacher, "ppo.penalty.kl_model", weights=False)
         for name, model in config.served_models.items():
             model.path = hub.model_folder(model.path, f"served.{name}.path", weights=False)

@@ -120,7 +120,7 @@ class PPOMicroBatch:
     proximal: Tensor | None = None
     """Log-probabilities before this batch's first step; None if they equal the current ones or are interpolated."""
     reference: Tensor | None = None
-    """Log-probabilities under the reference model; None without one."""
+    """Log-probabilities under the reference model, or by a teacher; None without one."""
     values: Tensor | None = None
     """The critic's values of the states before the tokens, before this batch's first step; None without a critic."""
     returns: Tensor | None = None
@@ -197,6 +197,7 @@ def pack_trajectories(
     part: RowPart,
     routing: Routing | None = None,
     bundles: Sequence[int] = (),
+    taught: bool = False,
 ) -> PPOMicroBatch:
     """Packs trajectories into one micro-batch, with the advantages (one for all of its trained tokens, or one for each)
     and the weight of each one's tokens.
@@ -204,7 +205,8 @@ def pack_trajectories(
     `version` is the one that is trained. `proximal` stays None, `kept` is True everywhere. Routes are replayed if
     `routing` is given. `bundles` holds the sizes of consecutive groups of trajectories with a common prompt. The row
     holds such a prompt once but for its last token, which predicts the first token of each answer. By default none
-    share. Raises ConfigError for routes of another model.
+    share. `taught`: the reference is what a teacher said of the trajectories. Raises ConfigError for routes of another
+    model.
     """
     trained = _joined([t.loss_mask for t in trajectories], np.bool_)
     microbatch = pack(
@@ -231,6 +233,10 @@ def pack_trajectories(
         "right": np.array([t.correct for t in trajectories], dtype=np.bool_)[sequences],
         "kept": np.ones_like(fresh),
     }
+    if taught:
+        columns["reference"] = _joined([t.reference for t in trajectories if len(t.reference)], np.float32)[
+            _joined([t.loss_mask for t in trajectories if len(t.reference)], np.bool_)
+        ]
     return PPOMicroBatch(microbatch, **{name: to_device(values, part.device) for name, values in columns.items()})
 
 

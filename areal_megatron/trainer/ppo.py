@@ -159,7 +159,7 @@ class PPO:
         self._policy.step(gradient_norm, steps)
 
     def _ppo_metrics(self, sums: TokenSums, steps: Steps, start: float) -> dict[str, float]:
-        means = (*MEANS, "kl_reference") if self._reference else MEANS
+        means = (*MEANS, "kl_reference") if self._config.ppo.penalty.kl else MEANS
         names = (*COUNTS, *means, *diagnostics.SUMS, *diagnostics.GROUP_SUMS)
         watched = self._residual.add_to(sums)
         totals = sums.totals(self._parallel, names, (*MAXIMA, *watched))
@@ -217,6 +217,7 @@ class PPO:
             part=self._part,
             routing=self._routing,
             bundles=[len(bundle) for bundle in bundles],
+            taught=self._config.ppo.penalty.asks_teacher,
         )
 
     def _advantages(self, part: BatchPart) -> tuple[list[np.ndarray], dict[str, float]]:

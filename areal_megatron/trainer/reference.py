@@ -33,7 +33,7 @@ class Reference:
         """`policy`: the policy as it is in model.path."""
         own = reference_config(config)
         described, sizes = read_config(own.model.path), parallel_sizes(own, parallel.device)
-        teacher = bool(config.ppo.penalty.kl_model)
+        teacher = bool(config.ppo.penalty.kl_folder)
         self._chunks = policy
         if teacher or not config.has_adapters:
             self._chunks = build_model(own, sizes, parallel.device, replays_routes=not teacher, frozen=True)

@@ -294,7 +294,7 @@ def fetch(config: Config, run: RunFolder | None = None, weights: bool = True) ->
     if adapter := config.lora.start:
         earlier = before.lora.start if before else ""
         config.lora.start = hub.model_folder(adapter, "lora.start", weights, earlier)
-    if teacher := config.ppo.penalty.kl_model:
+    if teacher := config.ppo.penalty.kl_folder:
         earlier = before.ppo.penalty.kl_model if before else ""
         config.ppo.penalty.kl_model = hub.model_folder(teacher, "ppo.penalty.kl_model", weights, earlier)
     for name, model in config.served_models.items():
@@ -338,7 +338,7 @@ def check_input(config: Config, weights: bool = True) -> Sequence[Member]:
 
 def _models(config: Config) -> dict[str, str]:
     """Returns the folder of each model of the run by its key, empty for one that there is none of."""
-    models = {"model.path": config.model.path, "ppo.penalty.kl_model": config.ppo.penalty.kl_model}
+    models = {"model.path": config.model.path, "ppo.penalty.kl_model": config.ppo.penalty.kl_folder}
     return models | {f"served.{name}.path": model.path for name, model in config.served_models.items()}
 
 
@@ -355,6 +355,11 @@ def _check_tensors(config: Config) -> None:
         peft.open_start(config, read_config(config.model.path)).close()
         if note := peft.note_of_base(config.lora.start, config.model.path):
             print(f"note: lora.start: {note}", file=sys.stderr)
+    check_adapters(config)
+
+
+def check_adapters(config: Config) -> None:
+    """Raises ConfigError for an adapter of a served model that its engines cannot apply to it."""
     for name, model in config.served_models.items():
         if model.adapter:
             try:

@@ -1,15 +1,20 @@
-"""A whole run beside which models are served: a user, whom episodes ask, and a judge, who scores them."""
+"""Whole runs beside which models are served: a user, whom episodes ask, a judge, who scores them, and a teacher."""
 
 import json
 import os
 import signal
 from fractions import Fraction
 
+import pytest
+import torch
+
 from areal_megatron.data.dumps import dumped
 from areal_megatron.data.dumps import read as read_dump
 from areal_megatron.observe.metrics import read_metrics
 from areal_megatron.run.folder import RunFolder
 from tests.e2e.test_run import small
+from tests.support.adapter_oracle import adapted_oracle, write_adapter
+from tests.support.training_oracle import response_logprobs
 
 SAMPLES, BEST, TOKENS = 4, 9, 6
 
@@ -66,3 +71,41 @@ def test_a_run_asks_a_user_and_a_judge_who_are_killed_meanwhile(local_run, world
             asked.append(len(trajectory.prompt))
             assert trajectory.loss_mask.sum() == len(trajectory.response) == TOKENS
     assert len(given) > 10 and max(asked) > min(asked) + TOKENS  # first answers, and second ones after what was said
+
+
+@pytest.mark.soak
+def test_a_student_learns_from_a_teacher_that_is_killed_meanwhile(local_run, world, tmp_path):
+    """The teacher is the base with an adapter: what it says of trained tokens is what transformers says."""
+    adapter = write_adapter(tmp_path / "adapter", world / "model", 4, 8)
+    changes = {
+        "served.teacher.path": world / "model",
+        "served.teacher.adapter": adapter,
+        "ppo.penalty.kl": 1,
+        "ppo.penalty.kl_form": "k1",
+        "ppo.penalty.kl_model": "served.teacher",
+        "ppo.rewards": False,
+        "rollout.dump": True,
+        "data.eval": "",
+        "machine.slots": 3,
+        "updates": 4,
+    }
+    started = local_run("taught", *small(world, **changes), "--restarts=1")
+    run = RunFolder(started.folder)
+
+    def updates():
+        return [line for line in read_metrics(run) if line["kind"] == "update"] if run.metrics.exists() else []
+
+    started.wait_for(updates)
+    os.kill(started.pid("teacher-0"), signal.SIGKILL)
+    assert started.wait() == 0, started.output
+    assert "teacher-0 was killed by SIGKILL" in started.output
+    lines = updates()
+    assert len(lines) == 4 and all(line["kl_reference"] > 0 for line in lines)
+    teacher, compared = adapted_oracle(world / "model", 4, 2.0, ["all-linear"]), 0
+    for path in dumped(run.trajectories).values():
+        for trajectory in read_dump(path).trajectories[::8]:
+            with torch.no_grad():
+                expected = response_logprobs(teacher, trajectory, 1.0)
+            torch.testing.assert_close(torch.tensor(trajectory.reference), expected, atol=1e-4, rtol=0)
+            compared += len(expected)
+    assert compared > 100

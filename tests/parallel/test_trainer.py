@@ -126,11 +126,12 @@ VARIANTS = {
         "penalty": PenaltyConfig(entropy=0.1, kl=0.5, kl_form="k2", kl_cov=0.7, kl_cov_share=0.1),
     },
     "run-distilled": {"penalty": PenaltyConfig(kl=1.0, kl_form="k1", kl_model="llama"), "rewards": False},
+    "run-taught": {"penalty": PenaltyConfig(kl=1.0, kl_form="k1", kl_model="served.teacher"), "rewards": False},
     "run-critic": {"critic": CriticConfig(lr=2e-3, gamma=0.99, gae_lambda=0.9, clip=0.3)},
     "run-critic-warms-up": {"algorithm": "ppo_sequence", "critic": CriticConfig(lr=1e-3, warmup=1)},
 }
 """Settings of PPO: all corrections, on tokens and on whole sequences; dual clip; the interpolated proximal policy; all
-penalties; a teacher of another family; critics."""
+penalties; a teacher of another family, and one that engines serve; critics."""
 
 
 @pytest.fixture(scope="session")

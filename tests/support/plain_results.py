@@ -141,6 +141,10 @@ def update_data() -> tuple[list[Trajectory], list[list[int]]]:
             t.uid, t.sample, t.reward, t.correct = first.uid, sample, first.reward, first.correct
         last, trained = others[-1], int(others[-1].loss_mask.sum())
         last.returns = [(trained // 2, last.reward + 1.5), (trained - trained // 2, last.reward)]
+    told = np.random.default_rng(6)
+    for t in trajectories:  # what a served teacher says
+        if t.loss_mask.any():
+            t.reference = (t.logprobs + told.normal(0, 0.4, len(t.logprobs))).astype(np.float32)
     return trajectories, [order[:6], order[6:]]
 
 

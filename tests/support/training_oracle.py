@@ -367,7 +367,7 @@ class Learner(Adam):
 
     def __init__(self, model: torch.nn.Module, config: Config):
         super().__init__(model, config, config.optimizer.lr)
-        teacher = config.ppo.penalty.kl_model
+        teacher = config.ppo.penalty.kl_folder
         self.reference = load_oracle(Path(teacher)) if teacher else copy.deepcopy(model)
 
     def critic_update(self, valued: Valued, trajectories: list[Trajectory], minibatches: list[list[int]]) -> None:
@@ -393,6 +393,9 @@ class Learner(Adam):
                 proximals = [response_logprobs(self.model, t, temperature) for t in trajectories]
         with torch.no_grad():
             references = [response_logprobs(self.reference, t, temperature) for t in trajectories]
+        if config.ppo.penalty.asks_teacher:
+            untold = torch.zeros(100)
+            references = [torch.from_numpy(t.reference) if len(t.reference) else untold for t in trajectories]
         for taken, members in enumerate(minibatches):
             chosen = [[items[i] for i in members] for items in (trajectories, values, proximals, references)]
             self.step(ppo_loss(self.model, *chosen, config, taken, whole=in_episodes(trajectories)))

@@ -297,6 +297,22 @@ def test_a_teacher_must_fit_the_layout_of_the_trainers(tmp_path, hf, trainer, me
         check_model(subject)
 
 
+def test_a_served_teacher_has_the_tokens_of_its_student_and_room_for_its_answers(tmp_path):
+    teacher = tmp_path / "teacher"
+    teacher.mkdir()
+    config(teacher, GOOD | {"vocab_size": 99})
+    subject = config(tmp_path)
+    subject.served.teacher.path = str(teacher)
+    check_model(subject)
+    subject.ppo.penalty.kl, subject.ppo.penalty.kl_model = 1.0, "served.teacher"
+    with pytest.raises(ConfigError, match=r"^served.teacher.path: .*teacher has 99 tokens, fewer than the 100 of "):
+        check_model(subject)
+    assert longest(subject, "teacher") > subject.longest_sequence
+    subject.served.teacher.max_length = subject.longest_sequence
+    with pytest.raises(ConfigError, match=rf"^served.teacher.max_length: {subject.longest_sequence}, and for ppo"):
+        longest(subject, "teacher")
+
+
 def test_the_experts_of_a_student_say_nothing_of_its_teachers(tmp_path):
     teacher = tmp_path / "teacher"
     teacher.mkdir()

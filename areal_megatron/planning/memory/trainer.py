@@ -177,7 +177,7 @@ def _own_elements(sizes: MegatronSizes, own: Held) -> int:
 def _reference(config: Config, hf_config: Mapping[str, Any], policy: Held, stage: int) -> MemoryPart:
     """The frozen model of ppo.penalty: as large as the policy, or a teacher of its own size. Of a policy with adapters
     it is the same model without them."""
-    teacher = config.ppo.penalty.kl_model
+    teacher = config.ppo.penalty.kl_folder
     if not config.has_reference or (config.has_adapters and not teacher):
         return MemoryPart("reference", 0)
     own, who = policy, "frozen parameters"

@@ -235,7 +235,7 @@ def check_algorithms(folder: Path, rank: int, cases: dict[str, dict], layout: di
     for run, settings in cases.items():
         correction = CorrectionConfig(truncate=3.0)
         ppo = PPOConfig(**{"minibatches": 2, "clip_low": 0.1, "clip_high": 0.25, "correction": correction, **settings})
-        if ppo.penalty.kl_model:
+        if ppo.penalty.kl_folder:
             ppo = replace(ppo, penalty=replace(ppo.penalty, kl_model=str(folder / ppo.penalty.kl_model)))
         config = make_config(folder, "qwen3", layout, ppo=ppo)
         with open_trainer(folder, rank, config, run) as subject:

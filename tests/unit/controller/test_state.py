@@ -4,6 +4,7 @@ import asyncio
 from dataclasses import replace
 
 import msgspec
+import numpy as np
 import pytest
 
 from areal_megatron.controller.changed import Changed
@@ -13,12 +14,20 @@ from areal_megatron.controller.state import read, write
 from tests.unit.workflows.test_seeds import PROMPTS, Asked, setting
 
 
-def generation(tmp_path, prompts, group_size=2, batch_size=4):
+class Telling:
+    """A teacher that finds every token as likely."""
+
+    async def score(self, trajectories):
+        for trajectory in trajectories:
+            trajectory.reference = np.full(len(trajectory.response), -1, np.float32)
+
+
+def generation(tmp_path, prompts, group_size=2, batch_size=4, teacher=None):
     """A run whose engine answers everything at once."""
     config, sampler = setting(tmp_path, Asked())
     config.rollout.group_size, config.batch_size = group_size, batch_size
     schedule = Schedule(batch_size=batch_size, group_size=group_size, max_staleness=2, updates=9)
-    return schedule, Generation(config, schedule, sampler, prompts, Changed())
+    return schedule, Generation(config, schedule, sampler, prompts, Changed(), teacher=teacher)
 
 
 def sampled(schedule, subject):
@@ -46,6 +55,22 @@ def test_no_uid_is_given_twice_whatever_the_size_of_groups_becomes(tmp_path, gro
     assert len(before) == 12 and len(kept) == (8 if group_size == 2 else 0)
     after = [uid for uid in sampled(schedule, subject) if uid not in kept]
     assert after and min(after) >= 12 and len({*after}) == len(after)
+
+
+def test_answers_that_no_teacher_has_seen_are_sampled_again_once_there_is_one(tmp_path):
+    schedule, subject = generation(tmp_path, PROMPTS)
+    before = sampled(schedule, subject)
+    write(subject.save(), tmp_path / "state")
+    for teacher, kept in ((None, len(before)), (Telling(), 0)):
+        schedule, subject = generation(tmp_path, PROMPTS, teacher=teacher)
+        subject.restore(read(tmp_path / "state"))
+        assert sum(len(answers) for answers in subject._trajectories.values()) == kept
+    assert sampled(schedule, subject)
+    write(subject.save(), tmp_path / "told")
+    schedule, subject = generation(tmp_path, PROMPTS, teacher=Telling())
+    subject.restore(read(tmp_path / "told"))
+    answers = [t for answers in subject._trajectories.values() for t in answers]
+    assert answers and all((t.reference == -1).all() and len(t.reference) == len(t.response) for t in answers)
 
 
 def test_a_new_run_with_other_rows_begins_its_epochs_at_the_version_of_the_checkpoint(tmp_path):

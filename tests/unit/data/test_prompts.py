@@ -95,6 +95,9 @@ def test_a_teacher_with_another_tokenizer_is_refused(folder, tmp_path):
     (teacher / "tokenizer.json").write_text(json.dumps(described))
     with pytest.raises(ConfigError, match=r"ppo.penalty.kl_model: .*another tokenizer than .*1 tokens differ, such as"):
         check_data(subject)
+    subject.ppo.penalty.kl_model, subject.served.teacher.path = "served.teacher", str(teacher)
+    with pytest.raises(ConfigError, match=r"served.teacher.path: .*another tokenizer than .*1 tokens differ, such as"):
+        check_data(subject)
 
 
 def test_chat_prompts_have_the_tokens_that_transformers_gives(folder):
