@@ -71,6 +71,11 @@ def check_model(config: Config, weights: bool = True, trains: bool = True) -> No
         )
     if config.mode == "reward_model":
         as_reward_model(hf)
+    if model.family.unserved and (config.mode == "rl" or not trains):
+        raise ConfigError(
+            f"model.path: {path} is a {model.name}, which has no engines: {model.family.unserved}; mode=sft, dpo and "
+            "replay train it"
+        )
     if model.dimensions.linear:
         _check_linear_attention(config, path, trains)
     _check_computation(hf, path)
@@ -270,8 +275,7 @@ def _check_computation(hf: dict[str, Any], path: str) -> None:
 
 
 def _check_linear_attention(config: Config, path: str, trains: bool) -> None:
-    engines = config.mode == "rl" or not trains
-    if engines and config.machine.is_cpu and config.model.dtype != "bfloat16":
+    if (config.mode == "rl" or not trains) and config.machine.is_cpu and config.model.dtype != "bfloat16":
         raise ConfigError(
             f"model.path: {path} has gated delta nets, which vLLM computes in bfloat16 alone on CPU, not in "
             f"{config.model.dtype}: `areal convert to-hf {path} NEW_FOLDER --dtype bfloat16` makes another"

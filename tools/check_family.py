@@ -116,6 +116,8 @@ class Part:
     """Returns what was compared, or raises Fault."""
     needs: Sequence[str] = ()
     """Names of the parts without which it would say nothing new."""
+    has_engines: bool = False
+    """Whether it cannot be tried of a family that engines do not have."""
 
 
 def table(subject: Subject) -> str:
@@ -163,6 +165,9 @@ def _possible(subject: Subject) -> tuple[list[dict[str, int]], str]:
     hf_config, found, untried = read_config(subject.model), [], []
     for alternatives in SPARSE if subject.architecture.dimensions.experts else DENSE:
         refused = ""
+        if subject.architecture.dimensions.linear and "cp" in alternatives[0]:
+            untried.append("cp2 (gated delta nets take no context parallelism)")
+            continue
         for layout in alternatives:
             try:
                 trainer_layout.layout(hf_config, MegatronSizes(**layout), rank=0)
@@ -311,8 +316,8 @@ PARTS = (
     Part("computation", computation, needs=["table"]),
     Part("training", training, needs=["computation"]),
     Part("conversion", conversion, needs=["table"]),
-    Part("engines", engines, needs=["table"]),
-    Part("run", run, needs=["training", "engines"]),
+    Part("engines", engines, needs=["table"], has_engines=True),
+    Part("run", run, needs=["training", "engines"], has_engines=True),
 )
 
 
@@ -383,6 +388,9 @@ def check(hf_config: dict, folder: Path, names: Collection[str]) -> bool:
     failed: set[str] = set()
     for part in (part for part in PARTS if part.name in names):
         begun = time.monotonic()
+        if part.has_engines and (reason := described.family.unserved):
+            print(f"  -    {part.name:12} not tried: the family has no engines, since {reason}", flush=True)
+            continue
         if missing := failed & {*part.needs}:
             print(f"  -    {part.name:12} not tried: it needs {', '.join(sorted(missing))}", flush=True)
             failed.add(part.name)

@@ -17,6 +17,7 @@ from areal_megatron.models.glm4 import GLM4_MOE
 from areal_megatron.models.llama import LLAMA
 from areal_megatron.models.qwen2 import QWEN2
 from areal_megatron.models.qwen3 import QWEN3, QWEN3_MOE
+from areal_megatron.models.qwen3_5 import QWEN3_5
 from areal_megatron.models.qwen3_next import QWEN3_NEXT
 from areal_megatron.models.table import (
     EMBEDDING,
@@ -35,6 +36,7 @@ FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": LLAMA,
     "Qwen2ForCausalLM": QWEN2,
     "Qwen3ForCausalLM": QWEN3,
+    "Qwen3_5ForCausalLM": QWEN3_5,
     "Qwen3MoeForCausalLM": QWEN3_MOE,
     "Qwen3NextForCausalLM": QWEN3_NEXT,
 }
@@ -49,6 +51,7 @@ _CLASS_OF_MODEL_TYPE = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "qwen3_next": "Qwen3NextForCausalLM",
 }
@@ -221,6 +224,10 @@ def _check_flags(hf_config: Mapping[str, Any], name: str, family: Family) -> Non
             raise ConfigError(
                 f"model.path: config.json has {key}={shown(value)}; of {name} only {key}={shown(only)} is computed"
             )
+    if rope(hf_config)[1].get("mrope_section") and not family.positions_of_text:
+        raise ConfigError(
+            "model.path: config.json has rotary embeddings with mrope_section, which trainers do not have"
+        )
     if family.has_experts and _Sizes(hf_config)("decoder_sparse_step", 1) != 1:
         raise ConfigError(
             "model.path: config.json has a decoder_sparse_step other than 1: layers without experts, "

@@ -50,7 +50,7 @@ _ROPE_NUMBERS = {
 }
 """Type of rotary embeddings → the numbers that it needs beside the base."""
 _ROPE_OPTIONAL = (_ORIGINAL, "beta_fast", "beta_slow", "attention_factor")
-_ROPE_ENGINES_ALONE = ("mrope_section", "xdrope_section", "use_fope", "rope_dim")
+_ROPE_ENGINES_ALONE = ("xdrope_section", "use_fope", "rope_dim")
 _MOST = 1e15
 
 

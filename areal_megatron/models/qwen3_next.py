@@ -20,8 +20,8 @@ from areal_megatron.models.table import (
     Row,
 )
 
-_NET = (
-    replace(INPUT_NORM, fused="self_attention.in_proj.layer_norm_weight"),
+NET_NORM = replace(INPUT_NORM, fused="self_attention.in_proj.layer_norm_weight")
+_PROJECTIONS = (
     Row(
         Cut.GROUPS,
         "self_attention.in_proj.weight",
@@ -36,6 +36,8 @@ _NET = (
         {"linear_attn.in_proj_ba.weight": "rates hidden"},
         sections=(("beta", "linear_value_heads"), ("alpha", "linear_value_heads")),
     ),
+)
+NET = (
     Row(
         Cut.SECTIONS,
         "self_attention.conv1d.weight",
@@ -69,9 +71,9 @@ _NET = (
         {"linear_attn.out_proj.weight": "hidden linear_value"},
     ),
 )
-"""A gated delta net, with the norm before it."""
+"""A gated delta net, without the projections into it and the norm before these."""
 
-_GATED_ATTENTION = (
+GATED_ATTENTION = (
     replace(INPUT_NORM, fused="self_attention.linear_qkv.layer_norm_weight"),
     Row(
         Cut.GATED_HEADS,
@@ -103,8 +105,8 @@ SHARED_EXPERT_GATE = Row(
 
 QWEN3_NEXT = Family(
     (
-        *(replace(row, layers=Layers.LINEAR) for row in _NET),
-        *(replace(row, layers=Layers.FULL) for row in _GATED_ATTENTION),
+        *(replace(row, layers=Layers.LINEAR) for row in (NET_NORM, *_PROJECTIONS, *NET)),
+        *(replace(row, layers=Layers.FULL) for row in GATED_ATTENTION),
         ROUTER,
         *EXPERTS,
         *map(_of_one, SHARED_EXPERTS),

@@ -15,7 +15,8 @@ from tests.support.tiny_models import save_model
 
 SIZES = {"qwen2": {"vocab_size": 101}, "qwen3": {"vocab_size": 203}}
 SIZES |= {
-    name: {} for name in ("llama", "qwen3_moe", "qwen3_deep", "glm4_moe", "deepseek_v3", "moonlight", "qwen3_next")
+    name: {}
+    for name in ("llama", "qwen3_moe", "qwen3_deep", "glm4_moe", "deepseek_v3", "moonlight", "qwen3_next", "qwen3_5")
 }
 """Models whose vocabulary is tied or not, padded or not, and what differs from the other tests'."""
 SAVED = {
@@ -35,6 +36,7 @@ SAVED = {
         "latents": ("deepseek_v3", {"tp": 2, "dp": 2, "ep": 2, "etp": 1}, "bfloat16"),
         "latents-without-query": ("moonlight", {"tp": 2, "pp": 2, "vpp": 2}, "float32"),
         "gated-delta-nets": ("qwen3_next", {"tp": 2, "pp": 2, "vpp": 2}, "float32"),
+        "gated-delta-nets-dense": ("qwen3_5", {"tp": 2, "pp": 2}, "bfloat16"),
         "gated-delta-nets-ep2": ("qwen3_next", {"tp": 2, "dp": 2, "ep": 2}, "bfloat16"),
     },
 }
@@ -52,6 +54,7 @@ LOADED = {
         "two-kinds-of-layers": ("glm4_moe", {"dp": 2, "ep": 2, "pp": 2}),
         "latents": ("deepseek_v3", {"tp": 2, "pp": 2}),
         "gated-delta-nets": ("qwen3_next", {"tp": 2, "pp": 2}),
+        "gated-delta-nets-dense": ("qwen3_5", {"tp": 2, "dp": 2}),
     },
 }
 """Name → model and layout into which four ranks load it."""

@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 
@@ -28,9 +29,10 @@ def gated_delta_rule(
 def compute_exactly() -> None:
     """Makes transformers' models compute the rule in float64 where there will be gradients. In float32, as transformers
     computes it whatever the dtype of the model, those of the decays lose most of their digits."""
-    by_transformers = modeling_qwen3_next.torch_chunk_gated_delta_rule
-    if not isinstance(by_transformers, partial):
-        modeling_qwen3_next.torch_chunk_gated_delta_rule = partial(_rule, by_transformers)
+    for modeling in (modeling_qwen3_next, modeling_qwen3_5):
+        by_transformers = modeling.torch_chunk_gated_delta_rule
+        if not isinstance(by_transformers, partial):
+            modeling.torch_chunk_gated_delta_rule = partial(_rule, by_transformers)
 
 
 def _rule(by_transformers: Callable, query: Tensor, key: Tensor, value: Tensor, **options):

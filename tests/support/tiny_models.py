@@ -114,6 +114,18 @@ MODELS = {
             "shared_expert_intermediate_size": 32,
         },
     ),
+    "qwen3_5": (
+        transformers.Qwen3_5TextConfig,
+        transformers.Qwen3_5ForCausalLM,
+        {
+            "tie_word_embeddings": True,
+            "head_dim": 64,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 6,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 24,
+        },
+    ),
     "qwen3_deep": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {**HEADS, "num_hidden_layers": 5}),
 }
 

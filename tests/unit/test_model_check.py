@@ -208,6 +208,23 @@ def test_gated_delta_nets_are_trained_without_adapters_and_context_parallelism(t
         check_model(subject)
 
 
+@pytest.mark.parametrize("mode", ["rl", "replay", "sft", "dpo", "reward_model"])
+def test_a_family_without_engines_is_left_to_trainers(tmp_path, mode):
+    dense = {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text"}
+    rope = {"rope_type": "default", "rope_theta": 1e7, "mrope_section": [11, 11, 10]}
+    subject = config(tmp_path, GOOD | LINEAR | dense | {"rope_parameters": rope})
+    subject.mode = mode
+    if mode in ("rl", "reward_model"):
+        reason = "no engines: vLLM" if mode == "rl" else "transformers has no reward models of the class Qwen3_5"
+        with pytest.raises(ConfigError, match=reason):
+            check_model(subject)
+    else:
+        check_model(subject)
+    with pytest.raises(ConfigError, match=r"^model\.path: .* is a Qwen3_5ForCausalLM, which has no engines: "):
+        subject.mode = "rl"
+        check_model(subject, trains=False)
+
+
 def test_a_teacher_with_gated_delta_nets_has_the_layout_of_the_trainers(tmp_path):
     other = tmp_path / "other"
     other.mkdir()
