@@ -116,6 +116,7 @@ UNGUARDED = {
     "areal_megatron.reward.sandbox_init",
     "areal_megatron.data.chat_template",
     "areal_megatron.workflows.environments.tau2_bench",
+    "areal_megatron.workflows.environments.verifiers_tasks",
 }
 """They print nothing of others, or as JSON in ASCII, or to a process of ours that does not pass it on as it is."""
 OF_VLLM = {"areal_megatron.engine.serving", "areal_megatron.engine.headless"}
