@@ -63,8 +63,9 @@ PACKED = ".conv1d.weight"
 """How the names of parameters end whose axes of one element vLLM leaves out where it packs them."""
 _MOST_NAMED = 4
 """How many differences a line names."""
-ROUNDING = 0.05
-"""The largest mean difference of log-probabilities that bfloat16 explains."""
+ROUNDING = 0.1
+"""The largest mean difference of log-probabilities that bfloat16 explains where a kernel may choose other experts; with
+weights that did not arrive it is 0.2 and more."""
 DENSE = (
     ({},),
     ({"tp": 2}, {"tp": 3}),

@@ -298,7 +298,7 @@ def test_layouts_are_those_that_the_numbers_of_heads_and_experts_allow(tmp_path,
 
 @pytest.mark.soak
 @pytest.mark.timeout(2 * LONGEST_S)
-@pytest.mark.parametrize("name", ["nine-heads", "three-groups", "1-layers"])
+@pytest.mark.parametrize("name", ["nine-heads", "three-groups", "1-layers", "three-kinds"])
 def test_a_saved_folder_is_right_in_every_part(tmp_path, name):
     model, sizes, _ = FOLDERS[name]
     saved(tmp_path, model, **sizes)
