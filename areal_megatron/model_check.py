@@ -280,11 +280,6 @@ def _check_linear_attention(config: Config, path: str, trains: bool) -> None:
             f"model.path: {path} has gated delta nets, which vLLM computes in bfloat16 alone on CPU, not in "
             f"{config.model.dtype}: `areal convert to-hf {path} NEW_FOLDER --dtype bfloat16` makes another"
         )
-    if trains and config.trainer.cp > 1:
-        raise ConfigError(
-            f"trainer.cp: {config.trainer.cp}, but the states of the gated delta nets of {path} go through a sequence "
-            "token by token, on one rank; take tp, pp or dp in its place"
-        )
     if trains and config.lora.rank:
         raise ConfigError(f"lora.rank: {config.lora.rank}, but the gated delta nets of {path} take no adapters")
 

@@ -166,9 +166,6 @@ def _possible(subject: Subject) -> tuple[list[dict[str, int]], str]:
     hf_config, found, untried = read_config(subject.model), [], []
     for alternatives in SPARSE if subject.architecture.dimensions.experts else DENSE:
         refused = ""
-        if subject.architecture.dimensions.linear and "cp" in alternatives[0]:
-            untried.append("cp2 (gated delta nets take no context parallelism)")
-            continue
         for layout in alternatives:
             try:
                 trainer_layout.layout(hf_config, MegatronSizes(**layout), rank=0)

@@ -201,11 +201,14 @@ class View:
             + [np.arange(self.filler)]
         )
         """int64 [length]: the place of each token in its sequence, prefix included"""
+        self.gathered = self._gathered(row, division) if self.cut else self.place
+        """int64 [tokens of the row]: the place of each token among the keys; −1 for what is not among them"""
         self.pasts = tuple(self._pasts(row, division))
         number = {run.segment: at for at, run in enumerate(self.runs)}
-        self.parents = (*(number.get(row.prefixes[run.segment], -1) for run in self.runs), *[-1] * bool(self.filler))
-        """The number of the run of the prefix that each run continues, in the order of `sizes`, −1 if none; if no
-        sequence is cut."""
+        parents = (*(number.get(row.prefixes[run.segment], -1) for run in self.runs), *[-1] * bool(self.filler))
+        self.whole_runs = (row.lengths, row.prefixes) if self.cut else (self.sizes, parents)
+        """The runs that whole sequences are made of: the rank's own, or all of the row if sequences are cut. For each
+        its number of tokens, and the number of the run that it continues, −1 if none."""
 
     @cached_property
     def key_places(self) -> np.ndarray:
@@ -227,6 +230,13 @@ class View:
     def _past_of(self) -> dict[int, np.ndarray]:
         return {run: past.keys for past in self.pasts for run in past.runs}
 
+    def _gathered(self, row: TokenRow, division: Division) -> np.ndarray:
+        places = np.empty_like(self.place)
+        for rank, runs in enumerate(division.runs):
+            held = _tokens(row, runs, 0)
+            places[held] = rank * self.length + np.arange(len(held))
+        return places
+
     def _pasts(self, row: TokenRow, division: Division) -> Iterator[Past]:
         begins = np.cumsum((0, *self.sizes))
         members: dict[tuple[int, int, int], list[int]] = {}
@@ -237,12 +247,7 @@ class View:
                 members.setdefault((prefix, own, run.first), []).append(number)
         if not members:
             return
-        key_of = self.place
-        if self.cut:
-            key_of = np.empty_like(self.place)
-            for rank, runs in enumerate(division.runs):
-                held = _tokens(row, runs, 0)
-                key_of[held] = rank * self.length + np.arange(len(held))
+        key_of = self.gathered
         for (prefix, segment, first), runs in members.items():
             before = [(prefix, row.lengths[prefix])] if prefix >= 0 else []
             before += [(segment, first)] if segment >= 0 else []

@@ -168,6 +168,11 @@ def _layout(model: Architecture, sizes: MegatronSizes, at: Coordinates) -> Layou
     dimensions = model.dimensions
     if dimensions.experts % sizes.ep:
         raise ConfigError(f"trainer.ep: {sizes.ep} does not divide num_experts={dimensions.experts} of the model")
+    if dimensions.linear_key_heads % (sizes.tp * sizes.cp) and sizes.cp > 1:
+        raise ConfigError(
+            f"trainer.cp: {sizes.cp} times tp={sizes.tp} does not divide linear_num_key_heads="
+            f"{dimensions.linear_key_heads} of the model"
+        )
     shard = ShardBuilder(
         dimensions,
         tensor=Share(at.tp, sizes.tp, "trainer.tp"),

@@ -68,17 +68,22 @@ class Packed(PackedSeqParams):
         return Blocks.of(self.view.sizes, self.device)
 
     @cached_property
+    def gathered(self) -> Tensor:
+        """int64: the place of each token of the row among all context-parallel ranks' tokens."""
+        return to_device(self.view.gathered, self.device)
+
+    @cached_property
     def chunks(self) -> Chunks:
-        return Chunks.of(self.view.sizes, self.view.parents, self.device)
+        return Chunks.of(*self.view.whole_runs, self.device)
 
     @cached_property
     def stages(self) -> list[Stage]:
-        return Stage.all_of(self.view.sizes, self.view.parents, self.device)
+        return Stage.all_of(*self.view.whole_runs, self.device)
 
     def earlier(self, back: int) -> Earlier:
         """Where tokens find the one `back` places before them."""
         if back not in self._earlier:
-            self._earlier[back] = Earlier.of(self.view.sizes, self.view.parents, back, self.device)
+            self._earlier[back] = Earlier.of(*self.view.whole_runs, back, self.device)
         return self._earlier[back]
 
     @property

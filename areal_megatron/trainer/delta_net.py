@@ -5,11 +5,14 @@ megatron-core (0.16.1) has the parameters and their checkpoints, but computes on
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+from megatron.core.tensor_parallel.mappings import all_to_all
 from torch import Tensor
 
 from areal_megatron.packing.row import whole_sequences
@@ -24,6 +27,8 @@ from areal_megatron.trainer.made_again import made_again
 class DeltaNet(GatedDeltaNet):
     """Megatron's gated delta net of this tensor-parallel rank's own heads, with convolutions and states that begin anew
     with every sequence, or with the prefix that a sequence continues.
+
+    Where context parallelism cuts sequences, each rank computes a share of the heads for all tokens of the row.
 
     What comes after the first product is not kept for the backward pass, but recomputed in it: between chunks of tokens
     it would be many times the product.
@@ -54,16 +59,58 @@ class DeltaNet(GatedDeltaNet):
         """[T, queries, keys, values, gates, strengths and decays of the heads] → [T, values]"""
         keys, values, heads = (size // self.tp_size for size in (self.qk_dim, self.v_dim, self.num_value_heads))
         mixed, gate, strength, decay = mixed.split((2 * keys + values, values, heads, heads), -1)
-        mixed = F.silu(convolved(mixed, self.conv1d.weight[:, 0], packed.earlier)).to(mixed.dtype)
+        filters, log, bias = self.conv1d.weight[:, 0], self.A_log, self.dt_bias
+        if packed.view.cut:
+            sections = (keys, keys, values)
+            mixed, strength, decay = _by_heads((*mixed.split(sections, -1), strength, decay), packed)
+            filters = torch.cat([*map(_own_share, filters.split(sections))])
+            log, bias = _own_share(log), _own_share(bias)
+        mixed = F.silu(convolved(mixed, filters, packed.earlier)).to(gate.dtype)
+        out = self._read(mixed, -log.float().exp() * F.softplus(decay.float() + bias), strength, packed)
+        if packed.view.cut:
+            out = _by_tokens(out, packed)
+        out = self._apply_gated_norm(out.view(-1, self.value_head_dim), gate.reshape(-1, self.value_head_dim))
+        return out.view(len(gate), values)
+
+    def _read(self, mixed: Tensor, decay: Tensor, strength: Tensor, packed: Packed) -> Tensor:
+        """Returns what the tokens of whole sequences read, [tokens, values]."""
+        values = decay.size(-1) * self.value_head_dim
+        keys = (mixed.size(-1) - values) // 2
         query, key, value = mixed.split((keys, keys, values), -1)
-        by_fla = not hardware.lacks("delta_rule", hardware.found(mixed.device), str(mixed.dtype).removeprefix("torch."))
+        dtype = str(mixed.dtype).removeprefix("torch.")
+        by_fla = not hardware.lacks("delta_rule", hardware.found(mixed.device), dtype)
         read, runs = (delta_rule_by_fla, packed.stages) if by_fla else (delta_rule, packed.chunks)
         out = read(
             query.unflatten(-1, (-1, self.key_head_dim)),
             key.unflatten(-1, (-1, self.key_head_dim)),
             value.unflatten(-1, (-1, self.value_head_dim)),
-            -self.A_log.float().exp() * F.softplus(decay.float() + self.dt_bias),
+            decay,
             strength.sigmoid().float(),
             runs,
         )
-        return self._apply_gated_norm(out, gate.reshape(out.shape)).view(len(mixed), -1)
+        return out.flatten(1)
+
+
+def _own_share(parameter: Tensor) -> Tensor:
+    """Returns the rows of the heads that this context-parallel rank computes."""
+    group = parallel_state.get_context_parallel_group()
+    return parameter.chunk(group.size())[group.rank()]
+
+
+def _by_heads(parts: Sequence[Tensor], packed: Packed) -> tuple[Tensor, Tensor, Tensor]:
+    """Exchanges this context-parallel rank's tokens for a share of the heads of all tokens of the row.
+
+    [T, width] each → [tokens of the row, width / cp] each, the first three parts side by side.
+    """
+    group = parallel_state.get_context_parallel_group()
+    rows = torch.cat([part.unflatten(-1, (group.size(), -1)) for part in parts], -1)
+    rows = all_to_all(group, rows.transpose(0, 1).contiguous()).flatten(0, 1).index_select(0, packed.gathered)
+    *mixed, strength, decay = (part.size(-1) // group.size() for part in parts)
+    return rows.split((sum(mixed), strength, decay), -1)
+
+
+def _by_tokens(out: Tensor, packed: Packed) -> Tensor:
+    """Undoes `_by_heads`: [tokens of the row, width / cp] → [T, width]."""
+    group = parallel_state.get_context_parallel_group()
+    rows = out.new_zeros(group.size() * packed.view.length, out.size(-1)).index_copy(0, packed.gathered, out)
+    return all_to_all(group, rows.unflatten(0, (group.size(), -1))).transpose(0, 1).flatten(1)

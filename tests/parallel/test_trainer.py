@@ -40,9 +40,17 @@ CASES = {
         ("qwen3_next", {"pp": 2, "vpp": 2}),
         ("qwen3_next", {"dp": 2, "ep": 2, "recompute": "elementwise"}),
         ("qwen3_5", {"tp": 2}),
+        ("qwen3_next", {"cp": 2}),
+        ("qwen3_5", {"cp": 2, "recompute": "full"}),
         ("qwen3_5", {"pp": 2, "vpp": 2, "recompute": "mlp"}),
     ],
-    "gated-delta-nets-on-4-ranks": [("qwen3_next", {"tp": 2, "pp": 2}), ("qwen3_next", {"tp": 2, "dp": 2, "ep": 2})],
+    "gated-delta-nets-on-4-ranks": [
+        ("qwen3_next", {"tp": 2, "pp": 2}),
+        ("qwen3_next", {"tp": 2, "dp": 2, "ep": 2}),
+        ("qwen3_next", {"cp": 2, "dp": 2, "ep": 2}),
+        ("qwen3_5", {"cp": 2, "pp": 2}),
+        ("qwen3_5", {"tp": 2, "cp": 2}),
+    ],
     "tp2-sp": [(model, {"tp": 2}) for model in (*DENSE, "qwen3_moe")],
     "pp2": [(model, {"pp": 2}) for model in (*DENSE, "qwen3_moe")],
     "tp2-pp2": [
@@ -235,6 +243,7 @@ PROMPTS = {
     ],
     2: [
         ("qwen3_next", {"tp": 2}, None),
+        ("qwen3_next", {"cp": 2}, None),
         ("llama", {"tp": 2}, None),
         ("qwen2", {"pp": 2, "vpp": 2}, None),
         ("qwen3_moe", {"dp": 2, "ep": 2}, None),

@@ -120,8 +120,8 @@ MODELS = {
         {
             "tie_word_embeddings": True,
             "head_dim": 64,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 6,
+            "linear_num_key_heads": 4,
+            "linear_num_value_heads": 8,
             "linear_key_head_dim": 16,
             "linear_value_head_dim": 24,
         },

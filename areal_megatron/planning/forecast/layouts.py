@@ -202,7 +202,7 @@ class TrainerOptions:
         yield Shape(own.tp, own.cp, own.pp, own.vpp, own.ep, own.etp)
         inside = [size for size in _powers(gpus) if gpus % size == 0]
         divided = [size for size in dict.fromkeys((*inside, own.ep)) if experts % size == 0] if experts else [1]
-        contexts = [1] if self._d.linear else inside  # model_check.py refuses others
+        contexts = [size for size in inside if self._d.linear_key_heads % size == 0]
         for tp, cp, pp, vpp in product(inside, contexts, _STAGES, _VIRTUAL):
             if tp * cp > gpus or (pp == 1 and vpp > 1):
                 continue

@@ -81,7 +81,7 @@ def test_the_kernels_of_fla_compute_the_same(name, device="cuda", dtype=torch.bf
     *inputs, decay, strength = (torch.randn(tokens, *shape, generator=random) for shape in shapes)
     inputs = [*(x.to(device, dtype) for x in inputs), -decay.exp().to(device), strength.sigmoid().to(device)]
     fused, plain = ([x.clone().requires_grad_() for x in inputs] for _ in range(2))
-    runs = packed.view.sizes, packed.view.parents, device
+    runs = *packed.view.whole_runs, device
     found = delta_rule_by_fla(*fused, Stage.all_of(*runs))
     wanted = delta_rule(*plain, Chunks.of(*runs))
     gradient = torch.randn(found.shape, generator=random).to(found)
