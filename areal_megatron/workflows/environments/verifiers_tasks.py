@@ -16,14 +16,13 @@ import json
 import os
 import sys
 import threading
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":  # a file of a folder, not of a package: the Python that runs it need not have this one
-    from serving import ServedEpisode, is_over, serve
+    from serving import ServedEpisode, is_over, require, serve
 else:
-    from areal_megatron.workflows.environments.serving import ServedEpisode, is_over, serve
+    from areal_megatron.workflows.environments.serving import ServedEpisode, is_over, require, serve
 
 VERSION = "0.4.0"
 os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
@@ -35,14 +34,7 @@ CHAT = {"agent": {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}}
 def load(taskset: str, config: dict[str, Any]) -> Any:
     """Returns an environment. Exits with one line if the package is missing or has another version, or if there is no
     such taskset."""
-    try:
-        found = version("verifiers")
-    except PackageNotFoundError:
-        found = "nothing"
-    if found != VERSION:
-        sys.exit(
-            f"error: Verifiers: {sys.executable} has {found}: {sys.executable} -m pip install verifiers=={VERSION} uv"
-        )
+    require("Verifiers", "verifiers", VERSION, " uv")
     from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
     try:

@@ -4,18 +4,14 @@ import asyncio
 import shlex
 import sys
 import textwrap
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import areal_megatron.workflows.environments
 from areal_megatron.config import Config, ConfigError, RolloutConfig
-from areal_megatron.workflows.episode import EpisodeSpec
-from areal_megatron.workflows.program import Program
-from areal_megatron.workflows.sampling import Sampling
 from areal_megatron.workflows.workflow import check_workflow
-from tests.support.chat_world import World
+from tests.support.programs import ProgramWorld
 
 SERVING = Path(areal_megatron.workflows.environments.__file__).parent
 AGENT = f"import sys; sys.path.insert(0, {str(SERVING)!r})" + textwrap.dedent("""
@@ -64,29 +60,13 @@ RAW = textwrap.dedent("""
 """)
 
 
-class Place:
-    """A world whose workflow is a program, and rows for it."""
-
-    def __init__(self, folder, program, answer=lambda *_: "right", **settings):
+class Place(ProgramWorld):
+    def __init__(self, folder, program, *answer, **settings):
         (folder / "agent.py").write_text(program)
-        self.program = Program([sys.executable, str(folder / "agent.py")])
-        self.world = World(folder / "model", self.program.run, answer, **settings)
+        super().__init__(folder, [sys.executable, str(folder / "agent.py")], *answer, **settings)
 
     async def sample(self, n=1, **row):
-        prompt = replace(self.world.prompt(), row={"does": "", "asks": "x", **row})
-        spec, stop = EpisodeSpec(prompt, 0, "group-3", 100, "train"), self.world.tokenizer.stop_tokens
-        sampling = Sampling(self.world.client, self.world.config.rollout, stop, None)
-        return await self.world.groups.sample(sampling, spec, n)
-
-    def run(self, then):
-        async def live():
-            try:
-                return await asyncio.wait_for(then(self), 60)
-            finally:
-                await self.world.episodes.close()
-                await self.program.close()
-
-        return asyncio.run(live())
+        return await super().sample(n, **{"does": "", "asks": "x", **row})
 
 
 def test_episodes_run_there_side_by_side(tmp_path):

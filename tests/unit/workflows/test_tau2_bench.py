@@ -1,21 +1,16 @@
 """Rewards of τ²-bench through a run's endpoint, compared with what the package says of the same conversations."""
 
-import asyncio
 import json
 import os
 import subprocess
 import sys
 import textwrap
-from dataclasses import replace
 
 import pytest
 
 from areal_megatron.workflows.environments import tau2_bench
-from areal_megatron.workflows.episode import EpisodeSpec
-from areal_megatron.workflows.program import Program
-from areal_megatron.workflows.sampling import Sampling
 from tests.conftest import ROOT
-from tests.support.chat_world import World
+from tests.support.programs import ProgramWorld
 from tools.smollm2 import installed
 
 FILE = tau2_bench.__file__
@@ -99,59 +94,45 @@ def written(said):
     return f"<think>hm</think>{text}"
 
 
-@pytest.mark.soak
-def test_rewards_are_those_of_the_package(tmp_path, monkeypatch, packages):
+@pytest.fixture
+def place(tmp_path, monkeypatch, packages):
+    """Makes a world of the benchmark with a scripted user, who is in users.py."""
     users = tmp_path / "users.py"
     users.write_text(SCRIPTED)
+    monkeypatch.setenv("PYTHONPATH", str(packages))
+
+    def make(answer, turns):
+        command = [sys.executable, FILE, "serve", "--user", "scripted", "--domains", str(users)]
+        made = ProgramWorld(tmp_path, command, answer, turns=turns, max_new_tokens=200_000)
+        config = made.world.config
+        config.data.max_prompt_tokens, config.rollout.workflow_timeout_s = 200_000, 60.0
+        config.rollout.workflow_environment = "PYTHONPATH"
+        return made
+
+    return make
+
+
+@pytest.mark.soak
+def test_rewards_are_those_of_the_package(tmp_path, place, packages):
     (tmp_path / "oracle.py").write_text(ORACLE)
-    oracle = python(packages, tmp_path / "oracle.py", users)
-    cases = [json.loads(line) for line in oracle.stdout.splitlines()]
+    oracle = python(packages, tmp_path / "oracle.py", tmp_path / "users.py")
+    cases, saying = [json.loads(line) for line in oracle.stdout.splitlines()], []
     assert len(cases) > 30 and {case["reward"] for case in cases} == {0.0, 1.0}, oracle.stderr[-2000:]
-    program = Program([sys.executable, FILE, "serve", "--user", "scripted", "--domains", str(users)])
-    saying = []
-    world = World(tmp_path / "model", program.run, lambda *_: saying.pop(0), turns=50, max_new_tokens=200_000)
-    world.config.data.max_prompt_tokens, world.config.rollout.workflow_timeout_s = 200_000, 60.0
-    world.config.rollout.workflow_environment = "PYTHONPATH"
-    monkeypatch.setenv("PYTHONPATH", str(packages))
 
-    async def live():
-        sampling = Sampling(world.client, world.config.rollout, world.tokenizer.stop_tokens, None)
-        try:
-            for case in cases:
-                saying[:] = map(written, case["script"])
-                prompt = replace(world.prompt(), row=case["row"])
-                spec = EpisodeSpec(prompt, 0, "group-3", 100, "train")
-                (found,) = await world.groups.sample(sampling, spec, 1)
-                assert not found.score.failed, found.score.failure
-                assert (found.score.score, found.answers, saying) == (case["reward"], len(case["script"]), []), case
-        finally:
-            await world.episodes.close()
-            await program.close()
+    async def then(made):
+        for case in cases:
+            saying[:] = map(written, case["script"])
+            (found,) = await made.sample(**case["row"])
+            assert not found.score.failed, found.score.failure
+            assert (found.score.score, found.answers, saying) == (case["reward"], len(case["script"]), []), case
 
-    asyncio.run(live())
+    place(lambda *_: saying.pop(0), turns=50).run(then, timeout_s=1200)
 
 
 @pytest.mark.soak
-def test_an_agent_without_turns_left_has_failed_its_task(tmp_path, monkeypatch, packages):
-    users = tmp_path / "users.py"
-    users.write_text(SCRIPTED)
-    program = Program([sys.executable, FILE, "serve", "--user", "scripted", "--domains", str(users)])
+def test_an_agent_without_turns_left_has_failed_its_task(place):
     call = written({"name": "get_users", "arguments": {}})
-    world = World(tmp_path / "model", program.run, lambda *_: call, turns=3, max_new_tokens=200_000)
-    world.config.data.max_prompt_tokens, world.config.rollout.workflow_timeout_s = 200_000, 60.0
-    world.config.rollout.workflow_environment = "PYTHONPATH"
-    monkeypatch.setenv("PYTHONPATH", str(packages))
-
-    async def live():
-        sampling = Sampling(world.client, world.config.rollout, world.tokenizer.stop_tokens, None)
-        prompt = replace(world.prompt(), row={"domain": "mock", "task": "create_task_1"})
-        try:
-            return await world.groups.sample(sampling, EpisodeSpec(prompt, 0, "group-3", 100, "train"), 1)
-        finally:
-            await world.episodes.close()
-            await program.close()
-
-    (found,) = asyncio.run(live())
+    (found,) = place(lambda *_: call, turns=3).run(lambda made: made.sample(domain="mock", task="create_task_1"))
     assert not found.score.failed and found.score.score == 0.0 and found.answers == 3
 
 

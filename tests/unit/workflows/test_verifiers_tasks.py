@@ -6,16 +6,12 @@ import os
 import subprocess
 import sys
 import textwrap
-from dataclasses import replace
 
 import pytest
 
 from areal_megatron.workflows.environments import verifiers_tasks
-from areal_megatron.workflows.episode import EpisodeSpec
-from areal_megatron.workflows.program import Program
-from areal_megatron.workflows.sampling import Sampling
 from tests.conftest import ROOT
-from tests.support.chat_world import World
+from tests.support.programs import ProgramWorld
 
 FILE = verifiers_tasks.__file__
 TASKSET = textwrap.dedent("""
@@ -63,25 +59,19 @@ def test_rewards_are_those_of_the_taskset(tmp_path, monkeypatch, python):
     rows = [json.loads(line) for line in run(python, tmp_path, "rows", "additions").stdout.splitlines()]
     assert [row["task"] for row in rows] == [0, 1, 2]
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    program = Program([python, FILE, "serve", "additions"])
     said = {"0+0=": "0", "1+1=": "10", "2+2=": "a hundred"}
-    world = World(tmp_path / "model", program.run, lambda prompt, _: said[asked(prompt)], turns=4)
-    world.config.rollout.workflow_environment = "PYTHONPATH,SSL_CERT_FILE,SSL_CERT_DIR"
-    world.config.rollout.workflow_timeout_s = 120.0
 
-    def asked(prompt):
-        return next(text for text in said if text in world.tokenizer.decode(prompt))
+    def answer(prompt, _):
+        text = made.world.tokenizer.decode(prompt)
+        return next(answer for question, answer in said.items() if question in text)
 
-    async def live():
-        sampling = Sampling(world.client, world.config.rollout, world.tokenizer.stop_tokens, None)
-        try:
-            specs = [EpisodeSpec(replace(world.prompt(), row=row), 0, "group-3", 100, "train") for row in rows]
-            return await asyncio.gather(*(world.groups.sample(sampling, spec, 2) for spec in specs))
-        finally:
-            await world.episodes.close()
-            await program.close()
+    async def then(made):
+        return await asyncio.gather(*(made.sample(2, **row) for row in rows))
 
-    found = asyncio.run(live())
+    made = ProgramWorld(tmp_path, [python, FILE, "serve", "additions"], answer, turns=4)
+    made.world.config.rollout.workflow_environment = "PYTHONPATH,SSL_CERT_FILE,SSL_CERT_DIR"
+    made.world.config.rollout.workflow_timeout_s = 120.0
+    found = made.run(then, timeout_s=400)
     assert [[one.score.score for one in group] for group in found] == [[1.5, 1.5], [0.5, 0.5], [0.0, 0.0]]
     assert all(one.answers == 1 and not one.score.failed for group in found for one in group)
 
