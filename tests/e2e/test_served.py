@@ -19,6 +19,7 @@ from tests.support.training_oracle import response_logprobs
 SAMPLES, BEST, TOKENS = 4, 9, 6
 
 
+@pytest.mark.soak
 def test_a_run_asks_a_user_and_a_judge_who_are_killed_meanwhile(local_run, world, tmp_path):
     """The untrained judge writes digits at random, the last of which is its verdict. Episodes wait for both while they
     are away: no reward fails for it, and what the user says is not trained."""

@@ -109,6 +109,7 @@ def test_several_adapters_are_asked_at_the_same_time_as_the_model_without_one(wo
         assert apart.pop(name) < 1e-5 and min(apart.values()) > 1e-2, (name, apart)
 
 
+@pytest.mark.soak
 def test_adapters_are_evaluated_side_by_side(world, tmp_path):
     folders = {name: write_adapter(tmp_path / name / "adapter", world / "model", *own) for name, own in SEVERAL.items()}
     data, out = tmp_path / "data.jsonl", tmp_path / "out"

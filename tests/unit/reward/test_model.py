@@ -58,7 +58,8 @@ def run(world, tmp_path):
     """A run with two engines of a reward model, one of which has gone, and with it its port."""
     run = RunFolder(tmp_path / "run")
     run.create()
-    reward, served = RewardConfig(function="model"), ServedConfig(reward=ServedModelConfig(str(world / "model"), 2))
+    reward = RewardConfig(function="model")
+    served = ServedConfig(reward=ServedModelConfig(path=str(world / "model"), engines=2))
     config = Config(
         name="x",
         updates=1,

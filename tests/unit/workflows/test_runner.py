@@ -348,8 +348,8 @@ def test_an_episode_is_limited_in_turns_and_tokens(tmp_path):
     [
         (
             "multi_trun",
-            "'multi_trun' is no workflow, expected single_turn, multi_turn, tool_use, or package.module:function; "
-            "did you mean 'multi_turn'?",
+            "'multi_trun' is no workflow, expected single_turn, multi_turn, tool_use, program, or "
+            "package.module:function; did you mean 'multi_turn'?",
         ),
         ("nowhere:run", "cannot import nowhere: ModuleNotFoundError"),
         ("json:nothing", "json has no function nothing"),
