@@ -45,12 +45,14 @@ from tests.support.engines import ask, lengthened, make_run, started_engine
 ETA = 1
 msgpack = encoder()
 LONG = 1500
+LONGEST = 3900
+"""Tokens of an answer that is not complete before a test on a slow machine has it interrupted."""
 
 
 @pytest.fixture(scope="module")
 def engine(world, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
-    settings = {"max_new_tokens": LONG, "max_running": 16}
+    settings = {"max_new_tokens": LONGEST, "max_running": 16}
     run, _ = make_run(folder / "engine", lengthened(world, folder / "world"), rollout=settings)
     with started_engine(run):
         yield run
@@ -195,9 +197,9 @@ def test_a_run_that_was_asked_to_stop_keeps_what_was_sampled(start, connect, wor
     """tests/e2e/test_resume.py tests that the next launch resumes it."""
     long = lengthened(world, tmp_path / "world")
     lines = [json.loads(line) for line in (long / "train.jsonl").read_text().splitlines()]
-    lines = [json.dumps(line | {"response_tokens": LONG}) for line in lines]
+    lines = [json.dumps(line | {"response_tokens": LONGEST}) for line in lines]
     (long / "train.jsonl").write_text("\n".join(lines))
-    run, _, process = start(world=long, rollout={"max_new_tokens": LONG, "group_size": 2}, updates=5)
+    run, _, process = start(world=long, rollout={"max_new_tokens": LONGEST, "group_size": 2}, updates=5)
     client = connect(run)
     assert isinstance(client.request(NextBatch(0, 0, 0)), NotYet)
     while not ask(run, lambda c: c.load()).running:
@@ -225,7 +227,7 @@ def test_a_run_that_was_asked_to_stop_keeps_what_was_sampled(start, connect, wor
     state = read(folder / "controller.msgpack")
     interrupted = {(g.epoch, g.prompt_id): state.resumable[g.number].answers for g in state.schedule.interrupted}
     tokens = sum(len(answer.tokens) for answers in interrupted.values() for answer in answers)
-    assert len(interrupted) == 8 and 0 < tokens < 16 * LONG and not state.again
+    assert len(interrupted) == 8 and 0 < tokens < 16 * LONGEST and not state.again
     assert run.log("controller").read_text().count(f"kept {tokens} tokens of 16 answers") == 1
 
 
