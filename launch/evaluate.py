@@ -199,6 +199,8 @@ class OfflineEvaluation:
             "max_new_tokens": config.rollout.max_new_tokens,
             "seed": config.seed,
             "vllm": config.rollout.vllm or None,
+            "program": config.rollout.workflow_program or None,
+            "served": {name: [one.path, one.adapter] for name, one in config.served_models.items()} or None,
             "scoring": digest([_scoring(kind) for kind in self.kinds]) if self._has_own_scoring else None,
         }
 

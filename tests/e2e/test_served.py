@@ -19,6 +19,10 @@ from tests.support.training_oracle import response_logprobs
 SAMPLES, BEST, TOKENS = 4, 9, 6
 
 
+def updates(run):
+    return [line for line in read_metrics(run) if line["kind"] == "update"] if run.metrics.exists() else []
+
+
 @pytest.mark.soak
 def test_a_run_asks_a_user_and_a_judge_who_are_killed_meanwhile(local_run, world, tmp_path):
     """The untrained judge writes digits at random, the last of which is its verdict. Episodes wait for both while they
@@ -49,16 +53,13 @@ def test_a_run_asks_a_user_and_a_judge_who_are_killed_meanwhile(local_run, world
     started = local_run("served", *small(world, **changes), "--restarts=2")
     run = RunFolder(started.folder)
 
-    def updates():
-        return [line for line in read_metrics(run) if line["kind"] == "update"] if run.metrics.exists() else []
-
-    started.wait_for(updates)
+    started.wait_for(lambda: updates(run))
     for name in ("user-0", "judge-0"):
         os.kill(started.pid(name), signal.SIGKILL)
     assert started.wait() == 0, started.output
     for name in ("user-0", "judge-0"):
         assert f"{name} was killed by SIGKILL" in started.output
-    lines = updates()
+    lines = updates(run)
     assert len(lines) == 4 and lines[-1]["workflow_failures"] == lines[-1]["reward_failures"] == 0
     assert all(line["turns_mean"] > 1.5 for line in lines)
 
@@ -93,14 +94,11 @@ def test_a_student_learns_from_a_teacher_that_is_killed_meanwhile(local_run, wor
     started = local_run("taught", *small(world, **changes), "--restarts=1")
     run = RunFolder(started.folder)
 
-    def updates():
-        return [line for line in read_metrics(run) if line["kind"] == "update"] if run.metrics.exists() else []
-
-    started.wait_for(updates)
+    started.wait_for(lambda: updates(run))
     os.kill(started.pid("teacher-0"), signal.SIGKILL)
     assert started.wait() == 0, started.output
     assert "teacher-0 was killed by SIGKILL" in started.output
-    lines = updates()
+    lines = updates(run)
     assert len(lines) == 4 and all(line["kl_reference"] > 0 for line in lines)
     teacher, compared = adapted_oracle(world / "model", 4, 2.0, ["all-linear"]), 0
     for path in dumped(run.trajectories).values():

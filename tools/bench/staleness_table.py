@@ -50,7 +50,6 @@ _DEFAULT = ("optimizer.lr=2.5e-5", "optimizer.schedule=constant")
 _CONSTANT, _FALLING = (*_DEFAULT, _AS_SCHEDULED), ("optimizer.lr=2.5e-5", "optimizer.schedule=linear", _AS_SCHEDULED)
 _SLOW = ("optimizer.lr=8e-6", "optimizer.schedule=constant", _AS_SCHEDULED)
 _SINGLE = ("ppo.minibatches=1", "optimizer.lr=1e-4", "optimizer.schedule=constant")
-_LONG = {"objectives": ("decoupled",), "updates": 128, "etas": (4, 8)}
 _PRODUCT = "ppo.correction.product_truncate=5"
 ARMS = (
     Arm("falling", "rate 2.5e-5, falling linearly to 0", _FALLING),
@@ -60,8 +59,8 @@ ARMS = (
     Arm("product", "constant, weights of sequences", (*_CONSTANT, _PRODUCT), ("decoupled",), like="constant"),
     Arm("slow", "rate 8e-6, constant, 192 updates", _SLOW, updates=192),
     Arm("scaled", "constant, scaled to what is in flight", _DEFAULT, ("decoupled",), like="constant"),
-    Arm("single", "one mini-batch, rate 1e-4, constant, 128 updates", (*_SINGLE, _AS_SCHEDULED), **_LONG),
-    Arm("single_scaled", "the same, scaled to what is in flight", _SINGLE, like="single", **_LONG),
+    Arm("single", "one mini-batch, rate 1e-4, constant", (*_SINGLE, _AS_SCHEDULED), ("decoupled",), etas=(4, 8)),
+    Arm("single_scaled", "the same, scaled to what is in flight", _SINGLE, ("decoupled",), etas=(4, 8), like="single"),
 )
 STUDENT = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228]
 """97.5% quantiles of Student's t with 1 to 10 degrees of freedom."""

@@ -16,6 +16,7 @@ import json
 import os
 import sys
 import threading
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -53,22 +54,27 @@ class Tasks:
         self._environment, self._context, self._client = environment, ModelContext, EvalClientConfig
         self._tasks = list(environment.taskset.load())
         self._loop, self._numbers = asyncio.new_event_loop(), itertools.count()
-        ready = threading.Event()
+        ready: Future[None] = Future()
         threading.Thread(target=self._live, args=(ready,), daemon=True).start()
-        ready.wait()
+        ready.result()
 
     def run(self, episode: ServedEpisode) -> float:
         """Returns the reward of the agent that finished last; 0 also for one that has used up its turns or tokens."""
         return asyncio.run_coroutine_threadsafe(self._run(episode), self._loop).result()
 
-    def _live(self, ready: threading.Event) -> None:
+    def _live(self, ready: Future[None]) -> None:
         async def serving() -> None:
             async with self._environment.serving():
-                ready.set()
+                ready.set_result(None)
                 await asyncio.Event().wait()
 
         asyncio.set_event_loop(self._loop)
-        self._loop.run_until_complete(serving())
+        try:
+            self._loop.run_until_complete(serving())
+        except Exception as e:
+            if ready.done():
+                raise
+            ready.set_exception(e)
 
     async def _run(self, episode: ServedEpisode) -> float:
         variable = f"AREAL_KEY_{next(self._numbers)}"

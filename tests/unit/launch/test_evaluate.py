@@ -586,6 +586,23 @@ def test_models_are_served_where_a_workflow_or_a_reward_may_ask_them(world, tmp_
     assert served("single_turn", "--reward", "math", reward="function: judge") == set()
 
 
+def test_answers_of_another_user_are_of_another_evaluation(world, tmp_path, monkeypatch):
+    """The same --out is refused then: its answers would be of two users."""
+    data, other = tmp_path / "eval.jsonl", tmp_path / "other"
+    data.write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    shutil.copytree(world / "model", other)
+    monkeypatch.setattr(evaluate, "try_workflows", lambda *_: None)
+
+    def settings(user):
+        given = ["--workflow", "tests.support.served_flows:asks_a_user", "--turns", "2", "--user", str(user)]
+        options = evaluate._options([str(world / "model"), str(data), "--device", "cpu", *given])
+        evaluation = evaluate.OfflineEvaluation(options)
+        return evaluation.settings(*evaluation.models)
+
+    own, others = settings(world / "model"), settings(other)
+    assert {key for key in own if own[key] != others[key]} == {"served"}
+
+
 @pytest.mark.parametrize("option", ["--workflow", "--program", "--turns", "--user"])
 def test_a_run_has_its_own_workflow(world, tmp_path, option):
     shutil.copytree(world / "model", tmp_path / "run" / "hf")
