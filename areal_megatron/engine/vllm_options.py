@@ -170,8 +170,6 @@ def check(config: Config) -> None:
 
 def _check(config: Config, command: Sequence[str], served: str) -> None:
     """Checks the options of one kind of engines; `command`: their command line without them."""
-    run = RunFolder(config.run_dir)
-    os.environ.update(server.server_environment(config, run, sorted(os.sched_getaffinity(0))))
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.platforms import current_platform
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -187,9 +185,16 @@ def _check(config: Config, command: Sequence[str], served: str) -> None:
     check_engine(parse(parser, [*command, *server.passed_through(config)], served), served)
 
 
+def _check_as_engine(config: Config) -> None:
+    """Checks the options in the environment of the engines, which is this process's from here on."""
+    run = RunFolder(config.run_dir)
+    os.environ.update(server.server_environment(config, run, sorted(os.sched_getaffinity(0))))
+    check(config)
+
+
 def main() -> int:
     guard()
-    return config_file.check_stdin(check)
+    return config_file.check_stdin(_check_as_engine)
 
 
 if __name__ == "__main__":
