@@ -18,6 +18,7 @@ from areal_megatron.reward.sandbox import check_isolation
 from areal_megatron.run.folder import RunFolder
 from tests.support.living import command_of
 from tests.support.traces import Traces
+from tools.smollm2 import installed
 
 ROOT = Path(__file__).parent.parent
 TRAINERS = {"areal_megatron.train", "areal_megatron.supervised"}
@@ -44,6 +45,14 @@ def of_family(world):
         return folder
 
     return make
+
+
+@pytest.fixture(scope="session")
+def tau2_packages(tmp_path_factory):
+    """Folder with τ²-bench's package and what it needs, for PYTHONPATH. It is installed: for soak tests."""
+    folder = tmp_path_factory.mktemp("tau2") / "packages"
+    assert installed(ROOT / "requirements-tau2.lock", folder) == ""
+    return folder
 
 
 @pytest.fixture(scope="session")

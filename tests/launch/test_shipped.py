@@ -19,10 +19,12 @@ from areal_megatron.observe.records import read_record
 from areal_megatron.run.folder import RunFolder
 from tests.support.cluster import ENDED, Cluster
 from tests.support.hub_server import HubServer
+from tests.support.published_tau2 import published_rows
 from tests.support.soaking import with_soaked
 
 ROOT = Path(__file__).parents[2]
-SCRIPTS = sorted(path.name for path in (ROOT / "slurm").glob("train_*.sh"))
+SEA_SFT, SEA_RL = "train_sea_sft.sh", "train_sea.sh"
+SCRIPTS = sorted({path.name for path in (ROOT / "slurm").glob("train_*.sh")} - {SEA_SFT, SEA_RL})
 TRAINED = "train_32b.sh"
 ALIKE = (
     "train_1.5b.sh",
@@ -32,6 +34,7 @@ ALIKE = (
     "train_glm4.5.sh",
     "train_glm4.5_air.sh",
     "train_moonlight.sh",
+    "train_qwen3_235b.sh",
 )
 """Scripts whose configs differ from another's in sizes, which tests/unit/planning/test_published.py plans."""
 SIZES = {
@@ -131,6 +134,11 @@ def add_data(hub, folder):
         }
         for n in range(8)
     ]
+    turn = {
+        "messages": [{"role": "system", "content": "policy"}, {"role": "assistant", "content": "Hi!"}, *chat("Help.")]
+    }
+    turns = [turn | {"answer": {"role": "assistant", "content": f"Answer {n}"}, "metadata": {}} for n in range(64)]
+    hub.dataset("inclusionAI/AReaL-tau2-data", {"tau2_sft_train.jsonl": jsonl(turns), "tau2_rl_train.jsonl": "{}"})
     others = {"code_benchmark/lcb_v5/test.jsonl": "{}", "code_benchmark/codeforces/test.jsonl": "{}"}
     hub.dataset("inclusionAI/AReaL-boba-2-RL-Code", {"README.md": "", "train/train.jsonl": jsonl(filtered), **others})
 
@@ -149,8 +157,8 @@ def hub(world, tmp_path_factory):
 def described(world, tmp_path_factory):
     """The same with the models' own descriptions, of full size, and no weights."""
     with HubServer() as hub:
-        for script in SCRIPTS:
-            name = config_of(script).model.path
+        named = {config_of(script).model.path for script in (*SCRIPTS, SEA_SFT)}
+        for name in (*named, config_of(SEA_RL).served.user.path):
             files = add_model(hub, name, world / "model")
             files["config.json"] = (ROOT / "configs/models" / name.partition("/")[2] / "config.json").read_bytes()
             del files["model.safetensors"]
@@ -208,28 +216,44 @@ def wait_for(cluster, job, condition, timeout_s):
 @pytest.mark.parametrize("script", with_soaked(SCRIPTS, ALIKE))
 def test_a_config_of_full_size_passes_every_check_with_nothing_overridden(described, isolation, tmp_path, script):
     """On the nodes and GPUs that its script asks for, which are only counted: a dry run."""
-    path, config = Path("slurm") / script, config_of(script)
+    config, told = config_of(script), dry_run(described, tmp_path, script)
+    assert f"{config.rollout.engines} engines: python -m areal_megatron.engine.server" in told
+    assert f"{config.trainer_ranks} trainer ranks" in told and not (ROOT / "runs" / config.name).exists()
+
+
+def dry_run(hub, folder, script, *keys, **variables):
+    """Returns what a dry run of a script's config says; `folder` is the hub's cache."""
+    path = Path("slurm") / script
     (name,) = (line.partition("=")[2] for line in (ROOT / path).read_text().splitlines() if line[:7] == "CONFIG=")
+    command = [sys.executable, "-m", "areal_megatron.launch.slurm", name, "--dry-run", "--batch-script", path]
     done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "areal_megatron.launch.slurm",
-            name,
-            "--dry-run",
-            "--batch-script",
-            path,
-            "machine.host=auto",
-        ],
+        [*command, "machine.host=auto", *keys],
         cwd=ROOT,
-        env=os.environ | {"HF_ENDPOINT": described.address, "HF_HOME": str(tmp_path)},
+        env=os.environ | {"HF_ENDPOINT": hub.address, "HF_HOME": str(folder)} | variables,
         capture_output=True,
         text=True,
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    assert f"{config.rollout.engines} engines: python -m areal_megatron.engine.server" in done.stdout
-    assert f"{config.trainer_ranks} trainer ranks" in done.stdout and not (ROOT / "runs" / config.name).exists()
+    return done.stdout
+
+
+def test_the_sft_of_sea_passes_every_check_with_nothing_overridden(described, tmp_path):
+    told = dry_run(described, tmp_path, SEA_SFT)
+    assert "48 trainer ranks" in told and "engines" not in told
+
+
+@pytest.mark.soak  # it installs the benchmark's package
+def test_the_rl_of_sea_passes_every_check_with_tasks_in_the_published_form(described, tmp_path, tau2_packages):
+    """The base stands for what the SFT has trained, and the package's own tasks for the published ones."""
+    base, rows = config_of(SEA_SFT).model.path, published_rows(tau2_packages, tmp_path)
+    program = config_of(SEA_RL).rollout.workflow_program.replace("tau2/bin/python", sys.executable)
+    keys = [f"model.path={base}", f"data.train={rows}", f"data.eval={rows}", "data.allow_overlap=true"]
+    keys += [f"rollout.workflow_program={program}", "rollout.workflow_environment=PYTHONPATH"]
+    found = os.pathsep.join([str(tau2_packages), str(ROOT)])
+    told = dry_run(described, tmp_path / "cache", SEA_RL, *keys, PYTHONPATH=found)
+    assert "48 trainer ranks" in told and "4 engines: python -m areal_megatron.engine.server" in told
+    assert "2 engines" in told and not (ROOT / "runs/sea-235b").exists()
 
 
 def check_started(cluster, job, run, script):

@@ -68,20 +68,6 @@ PUBLISHED = {
     "qwen3_8b": BOBA2._replace(nodes=24, engines="80 × 2, 2 × 4 × 4"),
     "qwen3_14b": BOBA2._replace(nodes=48, engines="80 × 4, 2 × 8 × 4"),
     "qwen3_32b": BOBA2,
-    # examples/tau2/config_235b_moe_airline.yaml of AReaL, whose trajectories have 30,000 tokens in several turns
-    "qwen3_235b": Published(
-        0,
-        500,
-        16,
-        prompt_tokens=2048,
-        minibatches=1,
-        clip=(0.4, 0.4),
-        lr=5e-6,
-        weight_decay=0.005,
-        adam=(0.9, 0.999, 1e-8),
-        staleness=2,
-        correction=MASKED,
-    ),
 }
 PARAMETERS = {
     "DeepSeek-R1-Distill-Qwen-1.5B": 1.777,
@@ -92,6 +78,7 @@ PARAMETERS = {
     "Qwen3-14B": 14.768,
     "Qwen3-32B": 32.762,
     "Qwen3-235B-A22B-Thinking-2507": 235.094,
+    "Qwen2.5-72B-Instruct": 72.706,
 }
 """Billions, counted in the published checkpoints."""
 
@@ -173,15 +160,12 @@ SOURCES = {
     "qwen3_8b": ("Qwen/Qwen3-8B", {BOBA2_CODE}, DEEPCODER),
     "qwen3_14b": ("Qwen/Qwen3-14B", {BOBA2_CODE}, DEEPCODER),
     "qwen3_32b": ("Qwen/Qwen3-32B", {BOBA2_CODE}, DEEPCODER),
-    "qwen3_235b": ("Qwen/Qwen3-235B-A22B-Thinking-2507", {"zhuzilin/dapo-math-17k"}, "zhuzilin/aime-2024"),
 }
 NAMED = {
     BOBA_106K: "AReaL-boba-106k",
     DEEPCODER: "DeepCoder",
     BOBA2_CODE: "AReaL-boba-2-RL-Code",
-    "zhuzilin/dapo-math-17k": "DAPO-Math-17k",
     "HuggingFaceH4/aime_2024": "AIME24",
-    "zhuzilin/aime-2024": "AIME24",
 }
 """What the docs call them."""
 
@@ -203,9 +187,7 @@ def test_the_docs_say_which_base_and_data_a_config_has_and_what_differs(run):
     assert trained == ", ".join(NAMED[name] for name in train) and NAMED[SOURCES[run][2]] in evaluated
     assert differs, "none of them is the published run in all"
     if PUBLISHED[run].engines == "":
-        assert "layout" in differs or "stand-in" in differs
-    if run == "qwen3_235b":
-        assert "single-turn stand-in" in differs and f"base, {config.model.path.partition('/')[2]}," in page
+        assert "layout" in differs
 
 
 @pytest.mark.parametrize("run", PUBLISHED)
@@ -218,7 +200,7 @@ def test_it_fits_the_nodes_of_its_script_with_a_tenth_of_a_gpu_free(run):
     assert 0.6 <= share <= 0.85
 
 
-OTHERS = ("moonlight", "glm4.5_air", "glm4.5", "deepseek_v3")
+OTHERS = ("moonlight", "glm4.5_air", "qwen3_235b", "glm4.5", "deepseek_v3")
 """Models for which nothing but their sizes is published."""
 
 
@@ -268,7 +250,7 @@ TRAFFIC = {
 """Trainer ranks from which an engine rank takes, engines to which a trainer rank sends, busiest over mean."""
 
 
-@pytest.mark.parametrize("run", PUBLISHED)
+@pytest.mark.parametrize("run", TRAFFIC)
 def test_few_and_evenly_loaded_trainers_send(run, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(ROOT)
     config, file = load(run), tmp_path / "plan.json"
@@ -287,7 +269,7 @@ def test_few_and_evenly_loaded_trainers_send(run, capsys, monkeypatch, tmp_path)
     assert f"weights: sources per engine rank {sources}; communicators per engine rank 1," in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("run", PUBLISHED)
+@pytest.mark.parametrize("run", TRAFFIC)
 def test_each_element_is_sent_once_to_each_engine_rank_that_needs_it(run):
     config = load(run)
     planner = Planner.of(config, read_config(config.model.path), MegatronSizes.of(config.trainer))
@@ -313,10 +295,66 @@ def test_sizes_of_a_model_add_up_to_its_parameters(name):
     assert sum(map(prod, shapes)) / 1e9 == pytest.approx(PARAMETERS[name], abs=0.001)
 
 
+SEA = {"sea_235b_sft": 6, "sea_235b": 11}
+"""The two steps of AReaL-SEA-235B-A22B, and the nodes of their scripts."""
+SEA_MODELS = {"model.path": "Qwen3-235B-A22B-Thinking-2507", "served.user.path": "Qwen2.5-72B-Instruct"}
+H200_GIB = 140
+
+
+def sea_lines(run):
+    """Returns the arguments that plan a step of the recipe: no folder of weights is at hand."""
+    models = [f"{key}={MODELS / name}" for key, name in SEA_MODELS.items() if run == "sea_235b" or key == "model.path"]
+    return [str(ROOT / "configs" / f"{run}.yaml"), *models]
+
+
+def test_the_rl_of_sea_has_the_numbers_of_its_published_config():
+    """AReaL's examples/tau2/config_235b_moe_airline.yaml; rewards of 1 and 0, scaled there by 10 after −0.5."""
+    path, *models = sea_lines("sea_235b")
+    config = config_file.load(path, models)
+    t, o, p, r, u = config.trainer, config.optimizer, config.ppo, config.rollout, config.served.user
+    assert (config.updates, config.groups_per_batch, r.group_size, r.temperature) == (500, 16, 16, 1.0)
+    assert (t.tp, t.pp, t.dp, t.cp, t.ep, t.etp, t.microbatch_tokens) == (4, 12, 1, 1, 4, 1, 32768)
+    assert (r.engines, r.tp, r.engines * r.max_running, r.max_staleness, r.samples) == (4, 8, 128, 2, "individual")
+    assert config.data.max_prompt_tokens + r.max_new_tokens == 30000
+    assert "--steps 50 --answer-tokens 8192" in r.workflow_program and r.turns == 50
+    assert (o.lr, o.weight_decay, o.beta1, o.beta2, o.eps, o.clip_grad) == (5e-6, 0.005, 0.9, 0.999, 1e-8, 1.0)
+    assert (o.schedule, o.warmup_steps) == ("constant", 1)
+    assert (p.minibatches, p.clip_low, p.clip_high, p.objective) == (1, 0.4, 0.4, "decoupled")
+    assert (p.correction.truncate, p.correction.mask_high, p.penalty.kl) == (*MASKED, 0)
+    assert (config.reward.wrong, config.reward.right, config.reward.turn_discount) == (-5.0, 5.0, 1.0)
+    assert r.filter_groups and (u.engines, u.tp, u.max_new_tokens, u.temperature) == (2, 4, 2048, 0)
+
+
+def test_sea_is_trained_from_its_published_base_and_conversations():
+    sft = config_file.load(ROOT / "configs/sea_235b_sft.yaml")
+    rl = config_file.load(ROOT / "configs/sea_235b.yaml")
+    assert sft.model.path == "Qwen/Qwen3-235B-A22B-Thinking-2507"
+    assert sft.data.train == "hf://datasets/inclusionAI/AReaL-tau2-data/tau2_sft_train.jsonl"
+    assert rl.model.path == f"runs/{sft.name}/hf", "what the first step has trained is the second's model"
+    page = (ROOT / "docs/published_runs.md").read_text()
+    assert "AReaL-SEA-235B-A22B" in page and f"{sft.updates:,} updates" in page
+
+
+@pytest.mark.parametrize("run", SEA)
+def test_sea_fits_the_nodes_of_its_script(run, capsys, tmp_path):
+    (script,) = (s for s in SCRIPTS if named_config(s) == run)
+    file = tmp_path / "plan.json"
+    sizes = [f"--nodes={option(script, 'nodes')}", "--gpus=8", f"--gpu-gb={H200_GIB}", f"--json={file}"]
+    assert main([*sea_lines(run), *sizes]) == 0 and SEA[run] == int(option(script, "nodes"))
+    found, page = json.loads(file.read_text()), (ROOT / "docs/published_runs.md").read_text()
+    pools = {name: found["memory"][name]["bytes"] for name in ("trainer", "engine") if found["memory"].get(name)}
+    assert max(pools.values()) <= 0.92 * H200_GIB * GIB and len(pools) == (2 if run == "sea_235b" else 1)
+    trainer = pools["trainer"] / GIB
+    (row,) = (line for line in page.splitlines() if line.startswith(f"| `{run}` |"))
+    assert f"| {SEA[run]} |" in row and f"{trainer:.2f} ({trainer / H200_GIB:.0%})" in row
+    assert f"{SEA[run]} nodes: 48 trainer ranks" in capsys.readouterr().out
+
+
 def test_every_config_has_one_script():
-    runs = [path.stem for pattern in ("r1_*.yaml", "qwen3_*.yaml") for path in (ROOT / "configs").glob(pattern)]
-    assert sorted(runs) == sorted(PUBLISHED)
-    assert sorted(map(named_config, SCRIPTS)) == sorted((*PUBLISHED, *OTHERS))
+    patterns = ("r1_*.yaml", "qwen3_*.yaml", "sea_*.yaml")
+    runs = [path.stem for pattern in patterns for path in (ROOT / "configs").glob(pattern)]
+    assert sorted(runs) == sorted((*PUBLISHED, *SEA, "qwen3_235b"))
+    assert sorted(map(named_config, SCRIPTS)) == sorted((*PUBLISHED, *SEA, *OTHERS))
     assert {option(script, "gpus-per-node") for script in SCRIPTS} == {"8"}
 
 

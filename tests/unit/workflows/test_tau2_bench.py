@@ -1,19 +1,16 @@
 """Rewards of τ²-bench through a run's endpoint, compared with what the package says of the same conversations."""
 
 import json
-import os
-import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
 from areal_megatron.workflows.environments import tau2_bench
-from tests.conftest import ROOT
 from tests.support.programs import ProgramWorld
-from tools.smollm2 import installed
+from tests.support.published_tau2 import FILE, published, published_rows, python
 
-FILE = tau2_bench.__file__
 SCRIPTED = textwrap.dedent("""
     from tau2.data_model.message import UserMessage
     from tau2.user.base import BaseUser, UserState
@@ -75,19 +72,6 @@ ORACLE = textwrap.dedent("""
 """)
 
 
-@pytest.fixture(scope="module")
-def packages(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tau2") / "packages"
-    assert installed(ROOT / "requirements-tau2.lock", folder) == ""
-    return folder
-
-
-def python(packages, *arguments, **settings):
-    own = {"PYTHONPATH": str(packages), "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
-    command = [sys.executable, *map(str, arguments)]
-    return subprocess.run(command, env=os.environ | own, capture_output=True, text=True, timeout=300, **settings)
-
-
 def written(said):
     """Returns what a model says, with thinking before."""
     text = said if isinstance(said, str) else f"<tool_call>\n{json.dumps(said)}\n</tool_call>"
@@ -95,14 +79,14 @@ def written(said):
 
 
 @pytest.fixture
-def place(tmp_path, monkeypatch, packages):
+def place(tmp_path, monkeypatch, tau2_packages):
     """Makes a world of the benchmark with a scripted user, who is in users.py."""
     users = tmp_path / "users.py"
     users.write_text(SCRIPTED)
-    monkeypatch.setenv("PYTHONPATH", str(packages))
+    monkeypatch.setenv("PYTHONPATH", str(tau2_packages))
 
-    def make(answer, turns):
-        command = [sys.executable, FILE, "serve", "--user", "scripted", "--domains", str(users)]
+    def make(answer, turns, *options):
+        command = [sys.executable, FILE, "serve", "--user", "scripted", "--domains", str(users), *options]
         made = ProgramWorld(tmp_path, command, answer, turns=turns, max_new_tokens=200_000)
         config = made.world.config
         config.data.max_prompt_tokens, config.rollout.workflow_timeout_s = 200_000, 60.0
@@ -113,9 +97,9 @@ def place(tmp_path, monkeypatch, packages):
 
 
 @pytest.mark.soak
-def test_rewards_are_those_of_the_package(tmp_path, place, packages):
+def test_rewards_are_those_of_the_package(tmp_path, place, tau2_packages):
     (tmp_path / "oracle.py").write_text(ORACLE)
-    oracle = python(packages, tmp_path / "oracle.py", tmp_path / "users.py")
+    oracle = python(tau2_packages, tmp_path / "oracle.py", tmp_path / "users.py")
     cases, saying = [json.loads(line) for line in oracle.stdout.splitlines()], []
     assert len(cases) > 30 and {case["reward"] for case in cases} == {0.0, 1.0}, oracle.stderr[-2000:]
 
@@ -137,16 +121,61 @@ def test_an_agent_without_turns_left_has_failed_its_task(place):
 
 
 @pytest.mark.soak
-def test_rows_and_what_is_refused(packages):
+def test_published_tasks_are_played_and_scored_on_their_own_databases(tmp_path, place, tau2_packages):
+    """A database without an order of the task: its right actions fail there, and so the right answer is another."""
+    rows = [json.loads(line) for line in published_rows(tau2_packages, tmp_path).read_text().splitlines()]
+    assert [row["domain"] for row in rows] == ["airline"] * 3 + ["retail"] * 3 + ["telecom"] * 3
+    row = next(row for row in rows if row["domain"] == "retail" and row["task"]["evaluation_criteria"]["actions"])
+    criteria, saying, scores = row["task"]["evaluation_criteria"], [], []
+    told = "Done: " + "; ".join(criteria.get("communicate_info") or [])
+    scripts = [[{"name": a["name"], "arguments": a["arguments"]} for a in criteria["actions"]] + [told], [told]]
+    emptied = tmp_path / "emptied.json"
+    emptied.write_text(json.dumps(json.loads(Path(row["database"]).read_text()) | {"orders": {}}))
+
+    async def then(made):
+        for database in (row["database"], str(emptied)):
+            for script in scripts:
+                saying[:] = map(written, script)
+                (found,) = await made.sample(**row | {"database": database})
+                assert not found.score.failed, found.score.failure
+                scores.append(found.score.score)
+
+    place(lambda *_: saying.pop(0), turns=50).run(then, timeout_s=300)
+    assert scores == [1.0, 0.0, 1.0, 1.0]
+
+
+@pytest.mark.soak
+def test_a_task_file_that_cannot_be_used_is_told_by_its_line(tmp_path, tau2_packages):
+    file = published(tau2_packages, tmp_path)
+    first, second, *_ = file.read_text().splitlines()
+    for wrong in ("{}", "[1]", json.dumps(json.loads(second) | {"db_path": "../../../etc/passwd"}), "{"):
+        file.write_text(f"{first}\n{wrong}\n")
+        done = python(tau2_packages, FILE, "rows", file)
+        assert done.returncode == 1 and done.stderr.startswith(f"error: {file}, line 2: no task"), done.stderr
+        assert done.stderr.count("\n") == 1 and not done.stdout
+
+
+@pytest.mark.soak
+def test_an_episode_has_no_more_messages_than_its_steps(tmp_path, place):
+    call = written({"name": "get_users", "arguments": {}})
+    (found,) = place(lambda *_: call, 50, "--steps", "7").run(
+        lambda made: made.sample(domain="mock", task="create_task_1")
+    )
+    assert not found.score.failed and found.score.score == 0.0 and found.answers < 7
+
+
+@pytest.mark.soak
+def test_rows_and_what_is_refused(tau2_packages):
     rows = [
-        json.loads(line) for line in python(packages, FILE, "rows", "retail", "--split", "test").stdout.splitlines()
+        json.loads(line)
+        for line in python(tau2_packages, FILE, "rows", "retail", "--split", "test").stdout.splitlines()
     ]
     assert len(rows) == 40 and rows[0].keys() == {"prompt", "answer", "domain", "task"}
     for arguments, problem in (
         (["rows", "shop"], "error: τ²-bench has no domain 'shop', it has "),
         (["rows", "mock", "--split", "tes"], "error: --split: "),
     ):
-        done = python(packages, FILE, *arguments)
+        done = python(tau2_packages, FILE, *arguments)
         assert done.returncode == 1 and done.stderr.startswith(problem) and done.stderr.count("\n") == 1
 
 

@@ -1,7 +1,7 @@
 #!/bin/bash
-# SEA 235B, a model of experts: sbatch slurm/train_235b.sh [key=value ...]
+# SEA 235B's RL on τ²-bench, on H200: sbatch slurm/train_sea.sh [key=value ...]
 #SBATCH --job-name=sea-235b
-#SBATCH --nodes=36
+#SBATCH --nodes=11
 #SBATCH --gpus-per-node=8
 #SBATCH --exclusive
 #SBATCH --mem=0
@@ -11,8 +11,8 @@
 #SBATCH --signal=B:USR1@600
 #SBATCH --time=24:00:00
 #SBATCH --output=slurm-%j.out
-CONFIG=configs/qwen3_235b.yaml
+CONFIG=configs/sea_235b.yaml
 cd "${SLURM_SUBMIT_DIR:-.}" || exit 2
-[ -f slurm/run.sh ] || { echo "error: no slurm/run.sh in $PWD: submit from the repository's folder, 'sbatch slurm/train_235b.sh'" >&2; exit 2; }
+[ -f slurm/run.sh ] || { echo "error: no slurm/run.sh in $PWD: submit from the repository's folder, 'sbatch slurm/train_sea.sh'" >&2; exit 2; }
 # shellcheck source=slurm/run.sh
 source slurm/run.sh "$@"
