@@ -210,6 +210,13 @@ def read_metrics(run: RunFolder, warn: Callable[[str], None] | None = None) -> l
     return kept
 
 
+def last_saved(run: RunFolder) -> int | None:
+    """Returns the version of the last checkpoint that metrics.jsonl says was saved, of work that counts; None if it
+    says of none. Raises OSError."""
+    saved = [line["version"] for line in read_metrics(run) if line["kind"] == "checkpoint" and not line.get("failed")]
+    return max(saved, default=None)
+
+
 def scalars(kind: str, values: dict[str, Any]) -> dict[str, float]:
     """Returns the numbers that trackers show of one line of metrics.jsonl, as `kind/key`.
 

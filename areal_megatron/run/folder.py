@@ -150,6 +150,8 @@ class RunFolder:
         self._start: IncarnationStart | None = None
         self._held: int | None = None
         """Descriptor of the folder to which a bound process keeps."""
+        self._held_checkpoints: int | None = None
+        """Descriptor of the folder of its checkpoints, once there is one."""
         self.folder = Path(folder).absolute()
         self.config = self.folder / "config.yaml"
         self.metrics = self.folder / "metrics.jsonl"
@@ -334,8 +336,8 @@ class RunFolder:
     def check_lease(self) -> None:
         """Raises Replaced if there is a newer lease than the one to which this object, or its incarnation, is bound.
 
-        Raises Away if the folder is not the one in which this process began, or if the records of its lease or
-        incarnation are gone; OSError while the file system does not tell.
+        Raises Away if the folder, or that of the checkpoints in it, is not the one in which this process began, or if
+        the records of its lease or incarnation are gone; OSError while the file system does not tell.
         """
         if self._lease is None and self._bound is not None:
             self._lease = self.start.lease
@@ -349,21 +351,40 @@ class RunFolder:
             raise self._away(f"leases/{self._lease:05}.json is gone")
         if self._start and self._start.incarnation not in self._numbers(self.incarnations):
             raise self._away(f"incarnations/{self._start.incarnation:05}.json is gone")
+        self._check_checkpoints()
+
+    def _hold(self, folder: Path) -> int:
+        descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY)
+        weakref.finalize(self, os.close, descriptor)
+        return descriptor
 
     def _hold_folder(self) -> None:
         if self._held is None:
-            self._held = os.open(self.folder, os.O_PATH | os.O_DIRECTORY)
-            weakref.finalize(self, os.close, self._held)
+            self._held = self._hold(self.folder)
 
     def _check_folder(self) -> None:
         """Raises Away if the path leads to another folder than the one that this process holds open, or to none."""
         try:
             self._hold_folder()
-            here, held = os.stat(self.folder), os.fstat(self._held)
+            same = _is_at(self._held, self.folder)
         except (FileNotFoundError, NotADirectoryError):
             raise self._away("it is not there") from None
-        if (here.st_dev, here.st_ino) != (held.st_dev, held.st_ino):
+        if not same:
             raise self._away("another folder is in its place")
+
+    def _check_checkpoints(self) -> None:
+        """As _check_folder, for the folder of the checkpoints, which may be on another disk: from the first one on."""
+        if self._held_checkpoints is None:
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                if any(name.startswith("version-") for name in os.listdir(self.checkpoints)):
+                    self._held_checkpoints = self._hold(self.checkpoints)
+            return
+        try:
+            same = _is_at(self._held_checkpoints, self.checkpoints)
+        except (FileNotFoundError, NotADirectoryError):
+            raise self._away(f"{self.checkpoints.name}/ is not there") from None
+        if not same:
+            raise self._away(f"another folder is in the place of {self.checkpoints.name}/")
 
     def _numbers(self, folder: Path) -> list[int]:
         try:
@@ -538,6 +559,12 @@ class RunFolder:
                         f"see {self.log(process)}"
                     ) from None
             time.sleep(0.05)
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    """Whether a path leads to the folder that is held open. Raises OSError."""
+    here, held = os.stat(path), os.fstat(descriptor)
+    return (here.st_dev, here.st_ino) == (held.st_dev, held.st_ino)
 
 
 def _mode_of_own(path: Path, status: os.stat_result) -> int:

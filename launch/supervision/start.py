@@ -31,6 +31,7 @@ from areal_megatron.launch.supervision.lease import Lease
 from areal_megatron.launch.supervision.orders import NodeHello
 from areal_megatron.model_check import check_model, check_published
 from areal_megatron.models.architecture import architecture, read_config
+from areal_megatron.observe.metrics import last_saved
 from areal_megatron.observe.trackers import check_trackers
 from areal_megatron.planning.option_check import check_options
 from areal_megatron.planning.plan import ClusterPlan, plan
@@ -410,7 +411,7 @@ def newest(run: RunFolder, held: bool = True) -> SavedCheckpoint | None:
     """Returns the checkpoint from which the run goes on, if there is one, and warns of newer ones that are broken.
 
     `held`: this process holds the lease, and so may put checkpoints right. Raises ConfigError if there are checkpoints
-    and all of them are broken, or if their folder is gone.
+    and all of them are broken, if there are none although some were saved, or if their folder is gone.
     """
     try:
         if held:
@@ -425,6 +426,11 @@ def newest(run: RunFolder, held: bool = True) -> SavedCheckpoint | None:
         raise ConfigError(
             f"resume: no checkpoint in {run.checkpoints} is whole; {problems[0]}: put a copy of it back, or begin anew "
             "under another name=…"
+        )
+    if not checkpoint and (version := last_saved(run)) is not None:
+        raise ConfigError(
+            f"resume: {run.checkpoints} is empty although that of version {version} was saved (not mounted, or "
+            "cleared?): put it back, or begin anew under another name=…"
         )
     for problem in problems:
         print(f"warning: {problem}; resuming from the one before", file=sys.stderr)

@@ -125,6 +125,18 @@ def moved_aside(name):
     return move
 
 
+def checkpoints_moved_aside(run):
+    time.sleep(2 * lease_module.BEAT_S)  # the launcher has seen that there are some
+    return moved_aside("checkpoints")(run)
+
+
+def checkpoints_unmounted(run):
+    """As where they are on a disk of their own, whose mount point is empty."""
+    checkpoints_moved_aside(run)
+    (run / "checkpoints").mkdir()
+    return run
+
+
 def cleared(name):
     def clear(run):
         for path in (run / name).iterdir():
@@ -143,6 +155,8 @@ CHANGES = {
     "incarnations/ moved aside": moved_aside("incarnations"),
     "leases/ cleared": cleared("leases"),
     "leases/ moved aside": moved_aside("leases"),
+    "checkpoints/ moved aside": checkpoints_moved_aside,
+    "checkpoints/ unmounted": checkpoints_unmounted,
 }
 
 
@@ -178,7 +192,7 @@ def wait_for(condition):
 
 def sealed(folder):
     """Versions of the checkpoints that are sealed in a run folder, each of which must be whole."""
-    return {checkpoint_folder.read(path).version for path in (folder / "checkpoints").glob("version-*")}
+    return {checkpoint_folder.read(path).version for path in folder.glob("checkpoints*/version-*")}
 
 
 def everything(folder):
@@ -209,8 +223,10 @@ def lose(runs, change):
 def come_back(runs, place):
     """Puts everything back. Returns the versions of the checkpoints that are there now."""
     run = runs / "run"
-    for name in ("incarnations", "leases"):
+    for name in ("incarnations", "leases", "checkpoints"):
         if (away := place / f"{name}.away").exists():
+            with suppress(FileNotFoundError):
+                (place / name).rmdir()  # nothing was written into it
             os.rename(away, place / name)
     if place != run:
         if run.exists():
@@ -241,7 +257,7 @@ def check(runs, change):
     assert {path.name for path in ledger.iterdir()} == {"trainer-0.00000.jsonl", "trainer-0.00001.jsonl"}
 
 
-QUICK = ("renamed", "a copy in its place", "incarnations/ cleared", "leases/ moved aside")
+QUICK = ("renamed", "a copy in its place", "incarnations/ cleared", "leases/ moved aside", "checkpoints/ unmounted")
 
 
 @pytest.mark.parametrize("change", QUICK)
@@ -396,6 +412,20 @@ def test_a_run_whose_checkpoints_are_away_is_refused(past):
     ):
         start.newest(lease.run)
     assert not (past / "checkpoints").exists()
+
+
+def test_a_run_that_has_saved_checkpoints_and_has_none_is_not_begun_anew(past):
+    checkpoints_unmounted(past)
+    (past / "metrics.jsonl").write_text(
+        '{"time": 1, "kind": "checkpoint", "version": 2, "failed": 0}\n'
+        '{"time": 2, "kind": "checkpoint", "version": 4, "failed": 1, "error": "no room"}\n'
+    )
+    auto = settings(past.parent, resume="auto")
+    with pytest.raises(ConfigError, match=r"is empty although that of version 2 was saved"), start.lease(auto) as lease:
+        start.newest(lease.run)
+    (past / "metrics.jsonl").write_text('{"time": 2, "kind": "checkpoint", "version": 4, "failed": 1}\n')
+    with start.lease(auto) as lease:
+        assert start.newest(lease.run) is None, "it ended before its first checkpoint"
 
 
 def test_what_this_code_did_not_make_stays_beside_the_checkpoints(past):
