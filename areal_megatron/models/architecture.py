@@ -218,7 +218,7 @@ def _check_flags(hf_config: Mapping[str, Any], name: str, family: Family) -> Non
     """Raises ConfigError for a flag that adds parameters or changes what is computed."""
     for flag in family.refused:
         if hf_config.get(flag):
-            raise ConfigError(f"model.path: config.json sets {flag}, whose parameters the table of {name} lacks")
+            raise ConfigError(f"model.path: config.json sets {flag}, which the table of {name} lacks")
     for key, only in family.fixed.items():
         if (value := hf_config.get(key, only)) != only:
             raise ConfigError(

@@ -89,6 +89,6 @@ DEEPSEEK_V3 = Family(
         *EXPERTS,
         *SHARED_EXPERTS,
     ),
-    refused=("attention_bias",),
+    refused=("attention_bias", "sliding_window"),
     fixed={"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "rope_interleave": True},
 )

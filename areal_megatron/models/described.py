@@ -40,8 +40,20 @@ _RATES = {"rms_norm_eps": 1.0, "routed_scaling_factor": 1e4}
 """Floating-point numbers above 0 → the largest."""
 _OPTIONAL_RATES = {"attention_dropout": 1.0, "router_aux_loss_coef": 1e4, "initializer_range": 1.0}
 """Those that may be 0."""
-_ENGINES_ALONE = {"is_causal": True, "qk_norm": False, "logit_scale": 1.0, "bias": False}
-"""Keys that vLLM's models read and transformers' do not → the one value that changes nothing."""
+_ENGINES_ALONE = {
+    "attn_output_gate": True,
+    "bias": False,
+    "compression_config": None,
+    "dual_chunk_attention_config": None,
+    "index_topk": None,
+    "is_causal": True,
+    "layer_scale": False,
+    "llama_4_scaling": None,
+    "logit_scale": 1.0,
+    "qk_norm": False,
+    "rswa_window": None,
+}
+"""Keys that vLLM reads and transformers does not → the one value that changes nothing; None: only to leave it out."""
 _ROPE_NUMBERS = {
     "default": (),
     "linear": ("factor",),
@@ -76,9 +88,9 @@ def check_described(hf_config: Mapping[str, Any]) -> None:
         raise ConfigError(f"model.path: config.json needs a positive integer {_LENGTH}, has {shown(limit)}")
     for key, only in _ENGINES_ALONE.items():
         if (value := hf_config.get(key)) is not None and value != only:
+            remedy = "leave it out" if only is None else f"only {shown(only)} is supported"
             raise ConfigError(
-                f"model.path: config.json has {key}={shown(value)}, which engines compute and trainers do not; only "
-                f"{shown(only)} is supported"
+                f"model.path: config.json has {key}={shown(value)}, which engines compute and trainers do not; {remedy}"
             )
     if type(vocabulary := hf_config.get("vocab_size")) is int:
         check_token_ids(hf_config, vocabulary, "config.json")

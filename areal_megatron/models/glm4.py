@@ -18,5 +18,6 @@ GLM4_MOE = Family(
         *EXPERTS,
         *SHARED_EXPERTS,
     ),
+    refused=("sliding_window",),
     reward_models=False,
 )

@@ -2,4 +2,4 @@
 
 from areal_megatron.models.table import ATTENTION, MLP, Family
 
-LLAMA = Family(ATTENTION + MLP, refused=("attention_bias", "mlp_bias"))
+LLAMA = Family(ATTENTION + MLP, refused=("attention_bias", "mlp_bias", "qkv_bias", "sliding_window"))

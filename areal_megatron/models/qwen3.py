@@ -13,4 +13,7 @@ HEAD_NORMS = tuple(
 )
 
 QWEN3 = Family((*ATTENTION, *HEAD_NORMS, *MLP), refused=("attention_bias",))
-QWEN3_MOE = Family((*ATTENTION, *HEAD_NORMS, ROUTER, *EXPERTS), refused=("attention_bias", "mlp_only_layers"))
+QWEN3_MOE = Family(
+    (*ATTENTION, *HEAD_NORMS, ROUTER, *EXPERTS),
+    refused=("attention_bias", "mlp_only_layers", "shared_expert_intermediate_size"),
+)

@@ -112,6 +112,6 @@ QWEN3_NEXT = Family(
         *map(_of_one, SHARED_EXPERTS),
         SHARED_EXPERT_GATE,
     ),
-    refused=("attention_bias", "mlp_only_layers"),
+    refused=("attention_bias", "mlp_only_layers", "qkv_bias", "sliding_window"),
     added_to_one=True,
 )

@@ -151,7 +151,7 @@ def test_a_model_that_fits_passes(tmp_path, hf, trainer):
             {"tp": 4, "etp": 2},
             r"trainer.tp: 4 .* width of the shared experts=34 ",
         ),
-        (LATENTS | {"attention_bias": True}, {}, r"attention_bias, whose parameters the table of DeepseekV3.* lacks"),
+        (LATENTS | {"attention_bias": True}, {}, r"attention_bias, which the table of DeepseekV3.* lacks"),
         (
             LATENTS | {"scoring_func": "softmax"},
             {},

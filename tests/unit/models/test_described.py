@@ -1,7 +1,10 @@
 """config.json is read as transformers reads it, or refused in one line: keys given twice, numbers, flags, ids."""
 
+import ast
+import importlib.util
 import json
 import math
+from pathlib import Path
 
 import pytest
 from transformers import CONFIG_MAPPING, AutoConfig
@@ -10,7 +13,7 @@ from areal_megatron.config import ConfigError
 from areal_megatron.model_check import check_model
 from areal_megatron.models.architecture import architecture
 from areal_megatron.models.described import rope
-from tests.unit.test_model_check import EXPERTS, GOOD, LATENTS, SIGMOID, config
+from tests.unit.test_model_check import EXPERTS, GOOD, LATENTS, LINEAR, SIGMOID, config
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 5e5}
@@ -194,3 +197,54 @@ def test_generation_settings_name_tokens_of_the_model(tmp_path):
             check(tmp_path, GOOD)
     file.write_text('{"eos_token_id": [1, 99], "pad_token_id": null}')
     check(tmp_path, GOOD)
+
+
+SERVED = {
+    "qwen2": GOOD | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 256},
+    "qwen3": GOOD,
+    "llama": GOOD | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
+    "qwen3_moe": GOOD | EXPERTS,
+    "glm4_moe": GOOD | SIGMOID,
+    "deepseek_v2": GOOD | LATENTS | {"model_type": "deepseek_v3"},
+    "qwen3_next": GOOD | LINEAR,
+}
+"""Files of vLLM's models → what they are read with here."""
+CHANGE_NOTHING = {
+    *("head_dim", "indexer_rope_interleave"),  # read here, too; of an indexer
+    *("index_head_dim", "index_n_heads", "index_skip_topk_offset", "index_topk_freq", "index_topk_pattern"),
+    "moe_router_dtype",  # the precision of the routing alone
+    "target_layer_count",  # of drafts
+}
+
+
+def keys_that_only_vllm_reads(name, described):
+    """The keys that a file of vLLM's models reads of a config, which transformers' class does not have."""
+    [vllm] = importlib.util.find_spec("vllm").submodule_search_locations
+    theirs, read = CONFIG_MAPPING[described["model_type"]](), set()
+    for node in ast.walk(ast.parse(Path(vllm, "model_executor", "models", f"{name}.py").read_text())):
+        match node:
+            case ast.Call(func=ast.Name("getattr" | "hasattr"), args=[of, ast.Constant(str(key)), *_]):
+                read |= {key} if "config" in ast.unparse(of) else set()
+            case ast.Attribute(value=of, attr=key) if ast.unparse(of).removeprefix("self.") in ("config", "hf_config"):
+                read.add(key)
+    return {key for key in read if not hasattr(theirs, key)} - CHANGE_NOTHING
+
+
+def is_refused(described):
+    try:
+        architecture(described)
+    except ConfigError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_what_engines_would_compute_and_trainers_not_is_refused(name):
+    described = SERVED[name]
+    architecture(described)
+    for key in keys_that_only_vllm_reads(name, described) | {"sliding_window", "compression_config"}:
+        set_aside = key == "sliding_window" and hasattr(CONFIG_MAPPING[described["model_type"]](), "use_sliding_window")
+        values = (True, False, 7, {"chunk_size": 64})
+        assert set_aside or any(is_refused(described | {key: value}) for value in values), key
+    with pytest.raises(ConfigError, match=r"has dual_chunk_attention_config=.* leave it out$"):
+        architecture(described | {"dual_chunk_attention_config": {"chunk_size": 64}})
