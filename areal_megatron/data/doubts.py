@@ -18,6 +18,7 @@ _SHOWN = 3
 _NOTHING = {
     *("none", "null", "nil", "nan", "nat", "na", "n/a", "<na>", "#n/a", "unknown", "not available", "not given"),
     *("no answer", "missing", "tbd", "todo", "see solution", "see above", "see below", "omitted", "empty"),
+    *("proof", "see proof", "see the proof", "notfound", "not found", "no answer given", "not provided", "answer"),
 }
 _AROUND = re.compile(r"\\(?:boxed|fbox|text|mathrm|textbf)\b|[{}$\\]|^\W*answer\W*:", re.IGNORECASE)
 

@@ -36,9 +36,10 @@ _INSTRUCTING = ("system", "developer")
 """Roles whose messages templates may drop, or shorten, while the others say the same words."""
 _TAIL = 64
 """So many tokens of a prompt are looked at for how it begins the answer."""
-_OPENED = re.compile(r"(?:(?:</?[A-Za-z_][\w-]*>|\[/?[A-Z][A-Z_]*\])\s*)+\Z")
+_TAG = re.compile(r"</?[A-Za-z_][\w-]*>|\[/?[A-Z][A-Z_]*\]")
+_OPENED = re.compile(rf"(?:(?:{_TAG.pattern})\s*)+\Z")
 """Tags at the end of a prompt: the template begins the answer with them."""
-_MARK = r"<[|｜](?![^<>]*(?:end|eot|eom))[^<>|｜\s]{4,40}[|｜]>|<bos>|<start_of_turn>|\[INST\]|\[gMASK\]"
+_MARK = r"<[|｜](?![^<>]*(?:end|eot|eom))[^<>|｜\s]{4,40}[|｜]>|<s>|<bos>|<start_of_turn>|\[INST\]|\[gMASK\]"
 _LAST_MARK = r"<[|｜][^<>|｜\s]{3,40}[|｜]>|<(?:start|end)_of_turn>|\[/INST\]"
 """How other models' templates begin and end a conversation, by words that are longer than a formula's ⟨|x|⟩."""
 _NOT_FOLLOWED = {
@@ -118,8 +119,14 @@ class Tokenizer:
                     "alone"
                 )
             begun = self.decode(prompts[number][-_TAIL:], special=True) if prompts and self._template else ""
-            hidden = self._control.hide()
-            found.append((hidden(_unrepeated(self.unended(text), begun), but=may_write), hidden))
+            answer, hidden = _unrepeated(self.unended(text), begun), self._control.hide()
+            again = next((tag for tag in _opening(begun) if answer.lstrip().startswith(tag)), "")
+            if again and places:
+                raise ConfigError(
+                    f"{places[number]}: the response begins with {again}, which the chat template of {self._folder} "
+                    "writes before every answer, and ends there: leave it out, or give the model another template"
+                )
+            found.append((hidden(answer, but=may_write), hidden))
         tokens = [[*ids, self.stop_tokens[0]] for ids in self._encoded(found)]
         for ids, place in zip(tokens, places, strict=bool(places)):
             self._check_known(ids, place)
@@ -598,13 +605,16 @@ def _covered(encoding: tokenizers.Encoding, begin: int, end: int) -> Span | None
     return first, last + 1
 
 
+def _opening(begun: str) -> list[str]:
+    """The tags with which a prompt begins its answer."""
+    opened = _OPENED.search(begun)
+    return _TAG.findall(opened[0]) if opened else []
+
+
 def _unrepeated(text: str, begun: str) -> str:
     """Returns an answer without the tags that its prompt ends with, if it begins with them too."""
     opened = _OPENED.search(begun)
-    if not opened:
-        return text
-    words = opened[0].split()
-    again = re.match(r"\s*" + r"\s*".join(map(re.escape, words)), text)
+    again = opened and re.match(r"\s*" + r"\s*".join(map(re.escape, _opening(begun))), text)
     if not again:
         return text
     rest, white = text[again.end() :], opened[0][len(opened[0].rstrip()) :]

@@ -55,6 +55,7 @@ def test_answers_that_say_nothing_are_named(said):
     rows = [{"prompt": f"{n}?", "answer": answer} for n, answer in enumerate(["N/A", "None", "5", "-", "nan"])]
     assert said(rows) == ["warning: data.train: 4 of 5 rows have no answer: 'N/A' of d:1; 'None' of d:2; '-' of d:4; …"]
     assert said(rows, function="tests.support.rewards:broken") == []
+    assert all(map(says_nothing, ["proof", "Proof.", "notfound", "\\text{See the proof.}"]))  # of NuminaMath
     with pytest.raises(ConfigError, match=r"data.train: no row has an answer that says anything, such as 'N/A'"):
         said(rows[:2])
     assert said([{"prompt": "?", "answer": "1"}])[0].endswith("1 of 1 rows has a prompt that asks nothing: '?' of d:1")

@@ -375,6 +375,9 @@ def test_thinking_that_the_template_closes_is_not_repeated(tmp_path):
     for text in ("<think>\n\n</think>\n\n5", "5"):
         [ids] = ours.responses([text], prompts)
         assert ours.decode(ids) == "5"
+    for text in ("<think>\nadd</think>\n5", "<think>add</think>5", "<think>\n\n</think>\n\n<think>add</think>5"):
+        with pytest.raises(ConfigError, match=r"^d:1: the response begins with <think>, which the chat template of "):
+            ours.responses([text], prompts, ["d:1"])
 
 
 OTHERS = [
@@ -391,7 +394,7 @@ OTHERS = [
 
 @pytest.mark.parametrize("style", STYLES)
 def test_a_prompt_that_is_rendered_already_is_refused(tmp_path, style):
-    ours = Tokenizer(make(tmp_path / "model", style))
+    ours = Tokenizer(make(tmp_path / "model", style, settings={"bos_token": None} if style == "chatml" else None))
     own = ours.decode(ours.prompts(["2+3?"])[0], special=True)
     for text in (own, own.removeprefix("<s>"), *OTHERS):
         for prompt in (text, [{"role": "user", "content": text}]):
