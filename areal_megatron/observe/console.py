@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from areal_megatron.config import Config
-from areal_megatron.observe import staleness
+from areal_megatron.observe import update_warnings
 from areal_megatron.observe.advice import Short, advise
 from areal_megatron.observe.metrics import STEPS, MetricsReader, read_status, surviving
 from areal_megatron.observe.status import EngineStatus, Status
@@ -168,9 +168,9 @@ class Console:
             self._print(record["time"], _line(record, len(self._steps), self._config.updates))
 
     def _warn(self, record: dict[str, Any]) -> None:
-        """Tells of steps that are too long for how stale answers are, once in WARNED_EVERY updates."""
+        """Tells what goes wrong in the updates, once in WARNED_EVERY of them."""
         since = record["version"] - (-WARNED_EVERY if self._warned_at is None else self._warned_at)
-        if since >= WARNED_EVERY and (said := staleness.warning(self._config, self._updates)):
+        if since >= WARNED_EVERY and (said := update_warnings.warning(self._config, self._updates)):
             self._warned_at = record["version"]
             self._note(record["time"], f"warning: {said}")
 

@@ -63,7 +63,7 @@ class Critic:
         """
         microbatches = list(chain(*minibatches))
         work = [(sampled.microbatch, partial(_values, microbatch=sampled.microbatch)) for sampled in microbatches]
-        with self._timeline.span("values", tokens=pipeline.token_count(work)):
+        with self._timeline.device_span("values", tokens=pipeline.token_count(work)):
             values = pipeline.forward(self.learner.chunks, work)
         known = microbatches if self._parallel.is_last_stage else []
         raw, weights = ([torch.zeros(0, dtype=torch.float64, device=self._parallel.device)] for _ in range(2))
@@ -93,7 +93,7 @@ class Critic:
         sums, steps = TokenSums(), Steps(before)
         for minibatch in (each for each, teaches in zip(minibatches, teaching, strict=True) if teaches):
             work = [(sampled.microbatch, partial(self._loss, sampled=sampled, sums=sums)) for sampled in minibatch]
-            with self._timeline.span("train critic", tokens=pipeline.token_count(work)):
+            with self._timeline.device_span("train critic", tokens=pipeline.token_count(work)):
                 norm = self.learner.gradient(work)
             self.learner.step(norm, steps)
         self.learner.optimizer.settle()

@@ -153,7 +153,7 @@ class PPO:
         return torch.cat([torch.zeros(0, device=self._parallel.device), *found])
 
     def _step(self, work: Sequence[pipeline.Work], steps: Steps, planned: int) -> None:
-        with self._timeline.span("train", tokens=pipeline.token_count(work)):
+        with self._timeline.device_span("train", tokens=pipeline.token_count(work)):
             gradient_norm = self._policy.gradient(work)
         self._limit.before_step(planned)
         self._policy.step(gradient_norm, steps)
@@ -282,7 +282,7 @@ class PPO:
         row = pack([excerpt.tokens for excerpt in part.probe], places, self._part)
         rows = [row] + [pack([], [], self._part) for _ in range(self._config.trainer.microbatch_multiple - 1)]
         work = [(row, partial(self._objective.logprobs, microbatch=row, written=True)) for row in rows]
-        with self._timeline.span("probe", tokens=pipeline.token_count(work)):
+        with self._timeline.device_span("probe", tokens=pipeline.token_count(work)):
             found = pipeline.forward(self._policy.chunks, work)
         scored = torch.zeros(part.probe_tokens, dtype=torch.float64)
         if self._parallel.is_last_stage:
@@ -296,7 +296,7 @@ class PPO:
             return
         asked = list(chain(*minibatches))
         rows = [sampled.microbatch for sampled in asked]
-        with self._timeline.span("reference", tokens=sum(row.tokens.numel() for row in rows)):
+        with self._timeline.device_span("reference", tokens=sum(row.tokens.numel() for row in rows)):
             found = self._reference.logprobs(rows)
         for sampled, logprobs in zip(asked, found, strict=False):
             sampled.reference = logprobs
@@ -310,7 +310,7 @@ class PPO:
             return []
         rows = [sampled.microbatch for sampled in microbatches]
         work = [(row, partial(self._objective.logprobs, microbatch=row)) for row in rows]
-        with self._timeline.span(span, tokens=pipeline.token_count(work)):
+        with self._timeline.device_span(span, tokens=pipeline.token_count(work)):
             return pipeline.forward(self._policy.chunks, work)
 
     def _mask(self, minibatch: list[PPOMicroBatch], threshold: float) -> None:

@@ -59,7 +59,7 @@ class Supervised:
         work = [
             (own.microbatch, partial(self._scaled_loss, own=own, sums=sums, factor=factor)) for own in self._rows(items)
         ]
-        with self._timeline.span("train", tokens=pipeline.token_count(work)):
+        with self._timeline.device_span("train", tokens=pipeline.token_count(work)):
             norm = self._learner.gradient(work)
         self._learner.step(norm, steps)
         self._learner.optimizer.settle()
@@ -78,7 +78,7 @@ class Supervised:
                 rows = self._rows(items[first : first + _EVALUATED_AT_ONCE])
                 loss = partial(self._lesson.loss, sums=sums, held_out=True)
                 work = [(own.microbatch, partial(loss, own=own)) for own in rows]
-                with self._timeline.span("evaluate", tokens=pipeline.token_count(work)):
+                with self._timeline.device_span("evaluate", tokens=pipeline.token_count(work)):
                     pipeline.forward(self._learner.chunks, work)
             totals = sums.totals(self._parallel, self._sums)
             everything = {key: everything[key] + value for key, value in totals.items()}
@@ -94,7 +94,7 @@ class Supervised:
         rows = [self._row([items[i] for i in members]) for members in self._plan(items)[self._parallel.replica]]
         if self._reference:
             asked = [own.microbatch for own in rows]
-            with self._timeline.span("reference", tokens=sum(row.tokens.numel() for row in asked)):
+            with self._timeline.device_span("reference", tokens=sum(row.tokens.numel() for row in asked)):
                 for own, logprobs in zip(rows, self._reference.logprobs(asked), strict=False):
                     own.reference = logprobs
         return rows

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -54,9 +54,10 @@ class Trainer:
         check_model(replace(config, mode="replay") if config.mode == "rl" else config)  # what engines need is not asked
         config = decided(config)
         self.config, self.run = config, run
-        self.timeline = Timeline(run.timeline(f"trainer-{rank}"), f"trainer-{rank}")
         self.parallel = process_groups.initialise(config, run, rank)
         self.device = self.parallel.device
+        event = partial(torch.cuda.Event, blocking=True) if self.device.type == "cuda" else None
+        self.timeline = Timeline(run.timeline(f"trainer-{rank}"), f"trainer-{rank}", event)
         self.sizes = parallel_sizes(config, self.device)
         self.hf_config = trained_config(config, pad_token)
         self._choose_kernels()

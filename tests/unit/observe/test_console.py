@@ -56,15 +56,21 @@ def shown(screen):
             "this stale; set optimizer.staleness_kl=0.07, or lower optimizer.lr=2e-05, then "
             "rollout.max_staleness=8, see docs/staleness.md",
         ),
+        (
+            0.05,
+            {"residual_max": 65_504.0},
+            "warning: residual_max was 33,651 over 10 updates, and float16 ends at 65,504: set model.dtype=bfloat16 "
+            "before activations overflow",
+        ),
     ],
 )
-def test_steps_that_are_too_long_in_the_mean_are_told_now_and_then(run, limit, wrong, told):
+def test_what_goes_wrong_in_the_mean_of_updates_is_told_now_and_then(run, limit, wrong, told):
     out, writer = io.StringIO(), MetricsWriter(run)
     config = Config(name="demo", updates=99)
     config.optimizer.staleness_kl = limit
     console = Console(run, config, out)
     for version in range(1, 80):
-        fine = UPDATE | {"effective_share": 0.95, "kl_staleness": 0.0, "entropy": 0.5}
+        fine = UPDATE | {"effective_share": 0.95, "kl_staleness": 0.0, "entropy": 0.5, "residual_max": 20_000.0}
         writer.write("update", version, fine | (wrong if 25 < version < 70 else {}))
     writer.flush()
     console.close()

@@ -1,6 +1,9 @@
 import itertools
 import json
 import random
+import threading
+import time
+from functools import partial
 
 import pytest
 
@@ -27,6 +30,65 @@ def test_spans_read_back_as_recorded(run):
     assert (train.process, train.thread, train.name, train.args) == ("trainer-0", "MainThread", "train", {"version": 7})
     assert (train.start, train.end, train.duration) == pytest.approx((2.0, 3.5, 1.5))
     assert (publish.name, publish.start, publish.end) == ("publish", 1.0, 1.25)
+
+
+class Queue:
+    """The queue of a device: its events are passed one by one, when it is told to."""
+
+    def __init__(self):
+        self.passed = []
+
+    def event(self):
+        class Event(threading.Event):
+            def record(_self):
+                self.passed.append(_self)
+
+            def synchronize(_self):
+                assert _self.wait(10)
+
+        return Event()
+
+
+def test_spans_of_a_device_end_when_it_has_done_what_was_launched(run):
+    device = Queue()
+    timeline = Timeline(run.timeline("trainer-0"), "trainer-0", device.event)
+    begun = time.time()
+    for name in ("proximal", "train"):
+        with timeline.device_span(name, tokens=7):
+            pass
+    assert time.time() - begun < 1, "the host waited"
+    times = []
+    for place in (0, 1, 2, 3):
+        time.sleep(0.1)
+        times.append(time.time())
+        device.passed[place].set()
+    timeline.close()
+    spans = read_spans(run)
+    assert [(s.name, s.thread, s.args) for s in spans] == [
+        ("proximal", "MainThread", {"tokens": 7}),
+        ("train", "MainThread", {"tokens": 7}),
+    ]
+    found = [moment for span in spans for moment in (span.start, span.end)]
+    assert all(passed <= moment for passed, moment in zip(times, found, strict=True))
+    assert all(moment < later for moment, later in zip(found, times[1:], strict=False))
+
+
+@pytest.mark.gpu
+def test_spans_of_a_gpu_last_as_long_as_its_work(run):
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    timeline = Timeline(run.timeline("trainer-0"), "trainer-0", partial(torch.cuda.Event, blocking=True))
+    torch.cuda.synchronize()
+    begun = time.monotonic()
+    with timeline.device_span("train"):
+        torch.cuda._sleep(2_000_000_000)
+    launched = time.monotonic() - begun
+    torch.cuda.synchronize()
+    took = time.monotonic() - begun
+    timeline.close()
+    [span] = read_spans(run)
+    assert launched < took / 2 and abs(span.duration - took) < 0.2 * took
 
 
 def test_merged_trace_names_processes_and_threads(run):

@@ -1,4 +1,5 @@
-"""Warnings of a run whose steps are too long for how stale its answers are. Pure; imports no torch."""
+"""Warnings of a run whose steps are too long for how stale its answers are, or whose activations leave the range of
+float16. Pure; imports no torch."""
 
 from __future__ import annotations
 
@@ -12,6 +13,8 @@ from areal_megatron.config.algorithms import LEAST_FACTOR
 WARNED_OVER = 10
 """Updates whose means decide: single updates are far off while a run learns fastest, and do no harm."""
 LEAST_EFFECTIVE_SHARE = 0.9
+LARGEST_RESIDUAL = 65504 / 2
+"""Half of float16's range: a later update may double it."""
 LARGEST_KL = 0.2
 """A larger KL divergence from the samples, as a share of the entropy, came before falls (docs/staleness.md)."""
 
@@ -21,6 +24,12 @@ def warning(config: Config, updates: Sequence[dict[str, Any]]) -> str:
     last, o = updates[-WARNED_OVER:], config.optimizer
     if len(last) < WARNED_OVER:
         return ""
+    residual = _mean(last, "residual_max")
+    if residual is not None and residual > LARGEST_RESIDUAL:
+        return (
+            f"residual_max was {residual:,.0f} over {WARNED_OVER} updates, and float16 ends at 65,504: set "
+            "model.dtype=bfloat16 before activations overflow"
+        )
     lower = f"lower optimizer.lr={o.lr:g}, then rollout.max_staleness={config.rollout.max_staleness}"
     if o.staleness_kl and all((step.get("lr_factor") or 1.0) <= LEAST_FACTOR for step in last):
         return (
