@@ -45,8 +45,8 @@ def search(config, cluster, median=2000, bounds=None):
     return Search(config, nodes_of(cluster), cluster, H100, lengths, bounds)
 
 
-SMALL = ("batch_size=256", "rollout.max_staleness=2", "trainer.dp=2", "rollout.engines=12")
-"""A run for two nodes, with the layout of `r1_1.5b` in small."""
+SMALL = ("batch_size=256", "rollout.max_staleness=2", "trainer.tp=2", "trainer.dp=2", "rollout.engines=12")
+"""A run for two nodes."""
 
 
 @pytest.fixture(scope="module")
@@ -119,8 +119,10 @@ def test_checkpoints_are_as_far_apart_as_failures_ask_for(printed):
 @pytest.mark.parametrize(
     ("run", "cluster", "shipped"),
     [
-        ("r1_1.5b", Cluster(2, 8, 80), ["trainer.dp=2", "rollout.engines=12"]),
-        pytest.param("r1_32b", Cluster(6, 8, 80), ["trainer.dp=2", "rollout.engines=8"], marks=pytest.mark.soak),
+        ("r1_1.5b", Cluster(2, 8, 80), ["trainer.dp=4", "rollout.engines=12"]),
+        pytest.param(
+            "r1_32b", Cluster(6, 8, 80), ["trainer.cp=2", "trainer.dp=1", "rollout.engines=8"], marks=pytest.mark.soak
+        ),
     ],
 )
 def test_the_best_is_at_least_as_fast_as_the_shipped_layout_in_small(run, cluster, shipped):
@@ -153,7 +155,7 @@ def test_sizes_that_are_much_slower_than_the_best_are_told():
 
 
 def test_the_staleness_bound_holds():
-    config = load("r1_1.5b", "batch_size=64", "updates=20")
+    config = load("r1_1.5b", "batch_size=64", "updates=20", "trainer.dp=2")
     found = search(config, Cluster(1, 4, 80), 500, SearchBounds(1))
     best = found.best(3)
     assert best.own is None and best.own_problem == "rollout.max_staleness is above 1"

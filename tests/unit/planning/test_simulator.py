@@ -212,7 +212,7 @@ def test_shared_gpus_take_turns_or_are_refused():
 
 class TestCommand:
     COMMON = ("configs/r1_1.5b.yaml", "model.path=configs/models/DeepSeek-R1-Distill-Qwen-1.5B", "batch_size=1024")
-    SMALL = ("trainer.dp=2", "rollout.engines=12", "checkpoint.every=2")
+    SMALL = ("trainer.dp=4", "rollout.engines=12", "checkpoint.every=2")
 
     def simulate(self, *arguments):
         return simulate.main([*self.COMMON, *self.SMALL, *arguments])
