@@ -101,6 +101,13 @@ EVERY = (1, 2, 5, 10, 20, 50, 100)
 SEEDS = (0, 1, 2, 3)
 TRAINER_NODES = 64
 """Nodes of the trainers of configs/deepseek_v3.yaml."""
+LAYOUTS = {
+    "1.5B": ["trainer.tp=2", "trainer.dp=16"],
+    "7B": ["trainer.cp=1", "trainer.dp=24"],
+    "14B": ["trainer.cp=1", "trainer.dp=16"],
+    "32B": ["trainer.cp=1", "trainer.dp=12"],
+}
+"""Trainers with which rates were fitted to the paper's runs; its own are not published."""
 NODE_7 = ["trainer.dp=1", "rollout.engines=6", "rollout.max_new_tokens=7168", "batch_size=1024"]
 NODES_4 = {"1.5B": ["trainer.dp=4", "rollout.engines=24"], "7B": ["trainer.dp=4", "rollout.engines=12"]}
 
@@ -141,7 +148,7 @@ MEDIAN = median_of(MEAN, SIGMA, LONGEST)
 
 def load(model: str, *overrides: str) -> Config:
     path = f"model.path=configs/models/DeepSeek-R1-Distill-Qwen-{model}"
-    return config_file.load(f"configs/r1_{model.lower()}.yaml", [path, *overrides])
+    return config_file.load(f"configs/r1_{model.lower()}.yaml", [path, *LAYOUTS[model], *overrides])
 
 
 def simulated(
@@ -313,7 +320,8 @@ def best(model: str, gpus: int) -> Best | str:
     name, folder = MODELS[model]
     batch = max(FEWEST_ANSWERS, ANSWERS_PER_GPU * gpus)
     own = [f"model.path=configs/models/{folder}", f"batch_size={batch}", f"rollout.max_new_tokens={LONGEST}"]
-    config = config_file.load(f"configs/{name}.yaml", [*own, "updates=1000", f"rollout.max_staleness={ETA}"])
+    own += ["updates=1000", f"rollout.max_staleness={ETA}", "optimizer.on_host=false"]
+    config = config_file.load(f"configs/{name}.yaml", own)
     gpu = accelerator("h100")
     cluster = Cluster(gpus // NODE, NODE, gpu.gib)
     nodes = Sizes(gpus // NODE, NODE, cluster.gib).place(config)

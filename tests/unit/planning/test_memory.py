@@ -903,7 +903,8 @@ def test_merged_weights_are_a_copy_of_those_with_adapters():
 def test_a_plan_tells_when_engines_have_adapters_and_when_all_weights(capsys, monkeypatch):
     """From the busiest of four trainer ranks to one of tp=4: its factors, or its share of the weights, in 2 bytes."""
     monkeypatch.chdir(ROOT)
-    arguments = "rollout.engines=1 trainer.tp=4 trainer.pp=1 trainer.cp=1 trainer.dp=1 lora.rank=32 --nodes 1 --gpus 8 --gpu h100"
+    arguments = "trainer.tp=4 trainer.pp=1 trainer.cp=1 trainer.dp=1 rollout.engines=1 lora.rank=32 "
+    arguments += "--nodes 1 --gpus 8 --gpu h100"
     path = ROOT / "configs/models/Qwen3-32B"
     assert plan.main([str(ROOT / "configs/qwen3_32b.yaml"), f"model.path={path}", *arguments.split()]) == 0
     line = next(each for each in capsys.readouterr().out.splitlines() if each.startswith("new adapters for the"))
