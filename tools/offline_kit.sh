@@ -4,7 +4,7 @@
 #   tools/offline_kit.sh collect DIR [--has FILE] [--vllm] [--python 3.12]    here, in the environment of `make setup`
 #   tools/offline_kit.sh install TARGET PIECE...                              there: export PYTHONPATH=TARGET
 #
-# collect writes DIR/piece-1, DIR/piece-2, … of at most 60 MiB: the project, and wheels of what it imports in the
+# collect writes DIR/piece-1, DIR/piece-2, … of at most 56 MiB: the project, and wheels of what it imports in the
 # versions of requirements-cpu.lock, for Linux on x86-64; never torch, which must be there. --has: what that machine
 # says to `python3 -m pip list --format=freeze`, which is left out. --vllm: also vLLM's CUDA build and what it imports.
 # install adds pieces to TARGET with the python3 of the machine (PYTHON=...), in any order, in one call or several.
@@ -41,6 +41,7 @@ install)
         done
         echo "$piece is installed in $target"
     done
+    "$python" -m compileall -q -j 0 "$target" >/dev/null || true  # else every process compiles the modules again
     ;;
 *) usage ;;
 esac

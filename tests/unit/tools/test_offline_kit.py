@@ -63,6 +63,13 @@ def test_files_are_divided_into_few_pieces(seed):
         offline_pieces.divide({"too large": 61 * 2**20}, 60 * 2**20)
 
 
+def test_a_piece_and_the_checkout_fit_into_64_mib():
+    files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    paths = [ROOT / name for name in files.split("\0") if name]
+    tracked = sum(path.stat().st_size for path in paths if path.is_file() and not path.is_symlink())
+    assert tracked + offline_pieces.PIECE_BYTES <= 64 * 2**20
+
+
 def test_a_divided_wheel_is_whole_where_its_pieces_are_installed(tmp_path, monkeypatch):
     """But for what is left out. The pieces may come in several calls."""
     monkeypatch.setattr(offline_pieces, "LARGE_BYTES", 1000)
@@ -90,6 +97,7 @@ def test_a_divided_wheel_is_whole_where_its_pieces_are_installed(tmp_path, monke
     assert kept | {"other.py", "vllm-1.0.dist-info/METADATA", "other-1.0.dist-info/METADATA"} <= found
     assert not (set(contents) - kept) & found
     assert (site / "vllm" / "_C.abi3.so").read_bytes() == noise
+    assert {name for name in found if name.endswith(".pyc")}, "modules are compiled once"
     code = "import vllm, other, importlib.metadata as m; print(vllm.here, other.here, m.version('vllm'))"
     command = [sys.executable, "-S", "-c", code]
     assert subprocess.run(command, capture_output=True, text=True, env={"PYTHONPATH": str(site)}).stdout == "1 2 1.0\n"
