@@ -71,11 +71,6 @@ def check_model(config: Config, weights: bool = True, trains: bool = True) -> No
         )
     if config.mode == "reward_model":
         as_reward_model(hf)
-    if model.family.unserved and (config.mode == "rl" or not trains):
-        raise ConfigError(
-            f"model.path: {path} is a {model.name}, which has no engines: {model.family.unserved}; mode=sft, dpo and "
-            "replay train it"
-        )
     if model.dimensions.linear:
         _check_linear_attention(config, path, trains)
     _check_computation(hf, path)

@@ -41,7 +41,14 @@ from safetensors.torch import load_file
 
 from areal_megatron.checkpoint.convert import from_hf, to_hf
 from areal_megatron.config import ConfigError
-from areal_megatron.models.architecture import Architecture, architecture, read_config
+from areal_megatron.models.architecture import (
+    Architecture,
+    architecture,
+    read_config,
+    read_whole_config,
+    takes_images,
+)
+from areal_megatron.models.names import TOWER, own
 from areal_megatron.observe.metrics import read_metrics
 from areal_megatron.process.errors import printable
 from areal_megatron.process.shown import guard
@@ -99,7 +106,7 @@ class Subject:
 
     folder: Path
     tensors: dict[str, torch.Tensor]
-    """What transformers wrote."""
+    """What transformers wrote, without what is for images alone."""
     architecture: Architecture
     ranks: TrainerRanks
 
@@ -117,8 +124,6 @@ class Part:
     """Returns what was compared, or raises Fault."""
     needs: Sequence[str] = ()
     """Names of the parts without which it would say nothing new."""
-    has_engines: bool = False
-    """Whether it cannot be tried of a family that engines do not have."""
 
 
 def table(subject: Subject) -> str:
@@ -192,8 +197,9 @@ def conversion(subject: Subject) -> str:
     """Compares a model with itself after it has been a checkpoint."""
     from_hf(subject.model, subject.folder / "checkpoint")
     to_hf(subject.folder / "checkpoint", subject.folder / "back")
-    _compare_tensors(_read(subject.folder / "back"), subject.tensors, "the export")
-    return f"{len(subject.tensors)} tensors to a checkpoint and back"
+    written = _read(subject.model)
+    _compare_tensors(_read(subject.folder / "back"), written, "the export")
+    return f"{len(written)} tensors to a checkpoint and back"
 
 
 def engines(subject: Subject) -> str:
@@ -300,11 +306,14 @@ def run(subject: Subject) -> str:
     exported = _read(max(folder.folder.rglob("model*.safetensors")).parent)
     _compare(
         {key: tuple(t.shape) for key, t in exported.items()},
-        {key: tuple(t.shape) for key, t in subject.tensors.items()},
+        {key: tuple(t.shape) for key, t in _read(subject.model).items()},
         "the export",
         "transformers",
     )
-    if all(torch.equal(exported[key], tensor) for key, tensor in _read(model).items()):
+    same = {key for key, tensor in _read(model).items() if torch.equal(exported[key], tensor)}
+    if changed := [key for key in exported if key.startswith(TOWER) and key not in same]:
+        raise Fault(f"the part for images has changed: {_listed(changed)}")
+    if all(key in same or key.startswith(TOWER) for key in exported):
         raise Fault("nothing was learned: the export is the model that the run began with")
     return f"{len(updates)} updates in flight, log-probabilities within {max(differences):.0e} of the trainers'"
 
@@ -314,8 +323,8 @@ PARTS = (
     Part("computation", computation, needs=["table"]),
     Part("training", training, needs=["computation"]),
     Part("conversion", conversion, needs=["table"]),
-    Part("engines", engines, needs=["table"], has_engines=True),
-    Part("run", run, needs=["training", "engines"], has_engines=True),
+    Part("engines", engines, needs=["table"]),
+    Part("run", run, needs=["training", "engines"]),
 )
 
 
@@ -367,9 +376,10 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
-def check(hf_config: dict, folder: Path, names: Collection[str]) -> bool:
-    """Prints the outcome of the parts of these names, and returns whether all are right. Raises ConfigError for a
-    config.json without a table, and for one of which transformers makes no model."""
+def check(source: Path, folder: Path, names: Collection[str]) -> bool:
+    """Prints the outcome of the parts of these names for the model that `source` describes, and returns whether all are
+    right. Raises ConfigError for a config.json without a table, and for one of which transformers makes no model."""
+    hf_config = read_config(source)
     architecture(hf_config)
     try:
         config = tiny.shrunk(hf_config)
@@ -377,7 +387,10 @@ def check(hf_config: dict, folder: Path, names: Collection[str]) -> bool:
             f"{key} {value} for {hf_config[key]}" for key, value in _numbers(config) if hf_config.get(key) != value
         ]
         print(f"a tiny model: {', '.join(changed)}", flush=True)
-        tensors = tiny.write(config, folder / MODEL)
+        if takes_images(source):
+            config = tiny.with_images(read_whole_config(source), config)
+        tensors = {own(name): tensor for name, tensor in tiny.write(config, folder / MODEL).items()}
+        tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(TOWER)}
     except Exception as e:  # transformers raises anything for values that it does not expect
         said = printable(" ".join(f"{type(e).__name__}: {e}".split()))
         raise ConfigError(f"config.json: no tiny model can be made of it: {said}") from None
@@ -386,9 +399,6 @@ def check(hf_config: dict, folder: Path, names: Collection[str]) -> bool:
     failed: set[str] = set()
     for part in (part for part in PARTS if part.name in names):
         begun = time.monotonic()
-        if part.has_engines and (reason := described.family.unserved):
-            print(f"  -    {part.name:12} not tried: the family has no engines, since {reason}", flush=True)
-            continue
         if missing := failed & {*part.needs}:
             print(f"  -    {part.name:12} not tried: it needs {', '.join(sorted(missing))}", flush=True)
             failed.add(part.name)
@@ -428,12 +438,11 @@ def main(arguments: Sequence[str]) -> int:
     os.environ["PYTHONWARNINGS"] = "ignore"
     names = _with_what_it_needs(options.only) if options.only else {part.name for part in PARTS}
     try:
-        hf_config = read_config(options.folder)
-        architecture(hf_config)
+        architecture(read_config(options.folder))
         with tempfile.TemporaryDirectory(prefix="family-") as temporary:
             folder = (options.out or Path(temporary)).resolve()
             folder.mkdir(parents=True, exist_ok=True)
-            return 0 if check(hf_config, folder, names) else 1
+            return 0 if check(options.folder, folder, names) else 1
     except (ConfigError, OSError) as e:
         print(f"{PROGRAM}: {e}", file=sys.stderr)
         return 2

@@ -6,7 +6,7 @@ answers are hasty, with the tens alone and no working, and some workings contain
 both; RL, which only sees whether the result is right, has to discover that careful working pays. Everything follows
 from the seed.
 
-    python tools/make_arithmetic.py OUT_DIR [--seed 1] [--family qwen3|qwen2|qwen3_moe|glm4_moe|deepseek_v3]
+    python tools/make_arithmetic.py OUT_DIR [--seed 1] [--family qwen3|qwen2|qwen3_moe|glm4_moe|deepseek_v3|qwen3_5]
 
 writes OUT_DIR/model/ (Hugging Face format), sft.jsonl (prompt, response), train.jsonl and heldout.jsonl (prompt,
 answer), pairs.jsonl and heldout-pairs.jsonl (prompt, chosen, rejected: a good answer and a wrong one). No prompt of
@@ -108,9 +108,9 @@ def make_tokenizer(words: Sequence[str] = ()):
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, additional_special_tokens=speakers, **named)
 
 
-FAMILIES = ("qwen3", "qwen2", "qwen3_moe", "glm4_moe", "deepseek_v3")
+FAMILIES = ("qwen3", "qwen2", "qwen3_moe", "glm4_moe", "deepseek_v3", "qwen3_5")
 """What the model can be like: dense, without and with biases of attention; with experts; with dense layers and shared
-experts beside them; with these and latent attention."""
+experts beside them; with these and latent attention; with three gated delta nets before one layer with attention."""
 
 _SIZES = {
     "hidden_size": 128,
@@ -144,6 +144,12 @@ _LATENTS = {
     "head_dim": 64,  # what is rotated, to transformers
     "v_head_dim": 32,
 }
+_NETS = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 64,  # vLLM's kernels take no smaller ones
+    "linear_value_head_dim": 64,
+}
 
 
 def make_model(seed: int, family: str = "qwen3", **sizes: int):
@@ -158,6 +164,7 @@ def make_model(seed: int, family: str = "qwen3", **sizes: int):
         "qwen3_moe": (transformers.Qwen3MoeForCausalLM, _EXPERTS_OF_QWEN3),
         "glm4_moe": (transformers.Glm4MoeForCausalLM, {**_EXPERTS, "use_qk_norm": True}),
         "deepseek_v3": (transformers.DeepseekV3ForCausalLM, {**_EXPERTS, **_LATENTS}),
+        "qwen3_5": (transformers.Qwen3_5ForCausalLM, _NETS),
     }
     make, own = makers[family]
     torch.manual_seed(seed)

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from numpy import ndarray
 
-from areal_megatron.checkpoint import peft, torch_dist
+from areal_megatron.checkpoint import peft, torch_dist, tower
 from areal_megatron.checkpoint.disk import BlockBuffers, BoxReader, CheckpointError
 from areal_megatron.checkpoint.hf_folder import (
     INDEX,
@@ -25,9 +25,9 @@ from areal_megatron.checkpoint.hf_folder import (
     copy_description,
     hf_tensors,
     write_file,
-    write_weights,
 )
 from areal_megatron.checkpoint.torch_dist import DistCheckpoint
+from areal_megatron.checkpoint.tower import write_model
 from areal_megatron.models.adapter import Adapter, adapted
 from areal_megatron.models.architecture import architecture, read_config
 from areal_megatron.models.dtypes import ITEMSIZE
@@ -74,7 +74,7 @@ def to_hf(
         progress, blocks = _Progress(report, total * (1 + verify)), BlockBuffers()
 
         with _new_folder(out, total, sync) as folder:
-            write_weights(folder, model, _reader(source, blocks, progress), shard_bytes, sync)
+            write_model(folder, model, _reader(source, blocks, progress), description, shard_bytes, sync)
             copy_description(description, folder, model[0].dtype)
             if verify:
                 result, _ = _open(folder)
@@ -139,6 +139,7 @@ def from_hf(
     with closing(model), _new_folder(out, total, sync) as folder:
         (folder / DESCRIPTION).mkdir()
         copy_description(source, folder / DESCRIPTION, written[0].dtype)
+        tower.copy(source, folder / DESCRIPTION, sync)
         objects = torch_dist.extra_states(layout)
         torch_dist_file.write_folder(folder / TRAINER, tensors, chunks, read, objects, shard_bytes, sync)
         if verify:

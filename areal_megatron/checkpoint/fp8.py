@@ -25,7 +25,7 @@ def read_scaled(files: OpenFiles, extent: Extent, scales: Extent, box: Box, out:
     read_box(files, extent, box, stored, FP8)
     blocks = Box(tuple(start // BLOCK for start in box.start), scale_shape(box.stop))
     factors = np.empty(blocks.shape, np.uint32)
-    read_box(files, scales, blocks, factors, "float32")
+    read_box(files, scales, blocks, factors, "float32")  # of which some models have rounded ones
     rows, columns = (
         np.arange(start, stop) // BLOCK - start // BLOCK for start, stop in zip(box.start, box.stop, strict=True)
     )

@@ -22,8 +22,8 @@ from areal_megatron.checkpoint.hf_folder import (
     copy_description,
     hf_tensors,
     write_file,
-    write_weights,
 )
+from areal_megatron.checkpoint.tower import write_model
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.models.adapter import Adapter, adapted
 from areal_megatron.models.architecture import architecture
@@ -116,7 +116,7 @@ def export(
         collect.send(tensors)
         return
     with whole_folder(Path(path)) as folder:
-        write_weights(folder, tensors, collect, shard_bytes)
+        write_model(folder, tensors, collect, Path(source), shard_bytes)
         copy_description(Path(source), folder, collect.dtype, hf_config)
 
 

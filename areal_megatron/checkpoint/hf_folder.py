@@ -7,7 +7,7 @@ import logging
 import operator
 import shutil
 import struct
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +16,8 @@ from numpy import ndarray
 
 from areal_megatron.checkpoint import fp8
 from areal_megatron.checkpoint.disk import FP8, CheckpointError, Extent, OpenFiles, appending, raw, read_box
-from areal_megatron.models.architecture import architecture, implied, read_config
+from areal_megatron.models import names
+from areal_megatron.models.architecture import architecture, implied, read_whole_config, takes_images
 from areal_megatron.models.dtypes import ITEMSIZE
 from areal_megatron.models.pattern import name_at, numbers, taken_numbers
 from areal_megatron.models.weight_files import INDEX, SINGLE, weight_map
@@ -30,6 +31,8 @@ WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 DESCRIPTION = (
     "config.json",
     "generation_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
     "tokenizer*",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -46,6 +49,7 @@ DESCRIPTION = (
 SAFETENSORS_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 _READ = SAFETENSORS_DTYPES | {"F8_E4M3": FP8}
 _SAFETENSORS_WORDS = {dtype: word for word, dtype in SAFETENSORS_DTYPES.items()}
+_SCALES = ("float32", "bfloat16")
 HEADER_LIMIT = 100 * 2**20
 """Bytes of a safetensors header; the safetensors library refuses more."""
 MOST_TENSORS = 200_000
@@ -64,36 +68,37 @@ class HfFolder:
 
     def __init__(self, folder: Path, canonical: Mapping[str, Shape], model: str = ""):
         expected, config = expand(canonical), f"config.json ({model})" if model else "config.json"
-        file_of = _file_of(folder)
+        file_of = {names.own(name): file for name, file in _file_of(folder).items()}
         wanted = expected.keys() | {name + fp8.SCALE for name in expected}
-        files = sorted({file_of[name] for name in wanted if name in file_of}) if file_of else [SINGLE]
+        holders = {holder for name in wanted for holder in (name, names.stacked(name)) if holder in file_of}
+        files = sorted({file_of[holder] for holder in holders}) if file_of else [SINGLE]
         self._files = OpenFiles()
         self._extents: dict[str, Extent] = {}
         self._scales: dict[str, Extent] = {}
         """Tensor in 8 bits → its scales."""
-        self.names = set(file_of)
-        """Every tensor that the folder says it has."""
+        self.names = {name for name in file_of if not names.parts(name)}
+        """Every tensor that the folder says it has, by the names of the language model alone."""
         for file in files:
-            names, extents = safetensors_extents(folder / file, wanted)
+            found, extents = safetensors_extents(folder / file, wanted)
             if twice := sorted(extents.keys() & self._extents):
                 first = self._extents[twice[0]].path.name
                 raise CheckpointError(f"{folder}: {twice[0]} is in {first} and in {file}, of two savings; remove one")
             self._extents |= extents
-            self.names |= names
+            self.names |= found
         for name, shape in expected.items():
             if name not in self._extents:
                 raise CheckpointError(f"{folder} has no tensor {name}, which {config} asks for")
-            if (found := self._extents[name].box.shape) != shape:
-                raise CheckpointError(f"{folder}: {name} has shape {list(found)}, {config} asks for {list(shape)}")
+            if (own := self._extents[name].box.shape) != shape:
+                raise CheckpointError(f"{folder}: {name} has shape {list(own)}, {config} asks for {list(shape)}")
             if self._extents[name].dtype == FP8:
                 self._scales[name] = self._scales_of(folder, name, shape)
 
     def _scales_of(self, folder: Path, name: str, shape: Shape) -> Extent:
         scales, expected = self._extents.get(name + fp8.SCALE), fp8.scale_shape(shape)
-        if len(shape) != 2 or scales is None or scales.dtype != "float32" or scales.box.shape != expected:
+        if len(shape) != 2 or scales is None or scales.dtype not in _SCALES or scales.box.shape != expected:
             raise CheckpointError(
-                f"{folder}: {name} has 8 bits, and no {name + fp8.SCALE} in float32 of shape {list(expected)}; only "
-                f"matrices with a scale for each block of {fp8.BLOCK} × {fp8.BLOCK} are read"
+                f"{folder}: {name} has 8 bits, and no {name + fp8.SCALE} in {' or '.join(_SCALES)} of shape "
+                f"{list(expected)}; only matrices with a scale for each block of {fp8.BLOCK} × {fp8.BLOCK} are read"
             )
         return scales
 
@@ -109,7 +114,8 @@ class HfFolder:
                 "left out from %s: %s and %d more, which predict further tokens", folder, further[0], len(further) - 1
             )
         scales = {name + fp8.SCALE for name in weights._scales}
-        for name in weights.names - expand(model.canonical).keys() - scales - {*further}:
+        of_images = {name for name in weights.names if name.startswith(names.TOWER)} if takes_images(folder) else set()
+        for name in weights.names - expand(model.canonical).keys() - scales - {*further} - of_images:
             if not (name == "lm_head.weight" and model.tied) and not name.endswith("rotary_emb.inv_freq"):
                 raise CheckpointError(f"{folder} has a tensor {name}, which config.json ({model.name}) does not have")
         return weights
@@ -186,11 +192,15 @@ def write_weights(
     blocks: Callable[[HfTensor], Iterable[ndarray]],
     shard_bytes: int = SHARD_BYTES,
     sync: bool = False,
+    beside: Mapping[str, str] | None = None,
+    beside_bytes: int = 0,
 ) -> None:
     """Writes safetensors files of at most shard_bytes (or one tensor), and their index if there are several.
 
     blocks: makes the contiguous arrays that are a tensor's elements one after another; each is written while the next
     one is made, and may change after that. sync: the files will be synced. Raises OSError.
+
+    beside: tensors that the folder has already, with their files; beside_bytes: the bytes of these.
     """
     files: list[list[HfTensor]] = [[]]
     size = 0
@@ -200,13 +210,13 @@ def write_weights(
             files.append([])
             size = tensor.nbytes
         files[-1].append(tensor)
-    weight_map = {}
+    weight_map, alone = dict(beside or {}), len(files) == 1 and not beside
     for number, held in enumerate(files):
-        name = f"model-{number + 1:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else SINGLE
+        name = SINGLE if alone else f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
         write_file(folder / name, held, blocks, sync)
         weight_map |= {tensor.name: name for tensor in held}
-    if len(files) > 1:
-        total = sum(tensor.nbytes for held in files for tensor in held)
+    if not alone:
+        total = beside_bytes + sum(tensor.nbytes for held in files for tensor in held)
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
@@ -223,8 +233,8 @@ def write_file(
 
 def copy_description(source: Path, folder: Path, dtype: str, config: Mapping[str, Any] | None = None) -> None:
     """Copies what describes a model, by name (DESCRIPTION), out of its folder; config.json gets the dtype of the new
-    weights, and what vLLM wants to read (`implied`). `config`: what it holds besides; by default what it holds in
-    `source`.
+    weights, and what vLLM wants to read (`implied`). `config`: all else of it; the one in `source` by default, and
+    always for a model with images.
 
     Everything else is named in one line of the log, also a link that leads out of the model's folder (and out of its
     folder in the Hugging Face cache): what it leads to may be private. Raises OSError, and ConfigError for config.json.
@@ -242,13 +252,15 @@ def copy_description(source: Path, folder: Path, dtype: str, config: Mapping[str
             folder,
             ", ".join(skipped),
         )
-    config = dict(read_config(source) if config is None else config)
-    config |= implied(config)
-    config.pop("quantization_config", None)  # weights are written whole
-    key = "torch_dtype" if "torch_dtype" in config else "dtype"
-    config.pop("dtype", None)  # which transformers would believe rather than the other name
-    config[key] = dtype
-    write_json(folder / "config.json", config)
+    written = read_whole_config(source) if config is None or takes_images(source) else dict(config)
+    sections = [written, written["text_config"]] if takes_images(source) else [written]
+    sections[-1] |= implied(sections[-1])
+    for section in sections:
+        section.pop("quantization_config", None)  # weights are written whole
+        key = "torch_dtype" if "torch_dtype" in section else "dtype"
+        section.pop("dtype", None)  # which transformers would believe rather than the other name
+        section[key] = dtype
+    write_json(folder / "config.json", written)
 
 
 def describing_files(folder: Path) -> list[Path]:
@@ -280,11 +292,12 @@ def _is_own(target: Path, source: Path) -> bool:
 
 
 def safetensors_extents(path: Path, wanted: Collection[str]) -> tuple[set[str], dict[str, Extent]]:
-    """Returns the names of all tensors of a safetensors file, and the extents of those in `wanted`.
+    """Returns the names of all tensors of a safetensors file, and the extents of those in `wanted`; by the names of the
+    language model alone, and what is stacked of all experts as the parts of each.
 
     Raises CheckpointError where the file is damaged or such a tensor has a dtype that is not read.
     """
-    entries = safetensors_entries(path)
+    entries = dict(_each_expert(safetensors_entries(path)))
     extents = {}
     for name in entries.keys() & wanted:
         entry = entries[name]
@@ -295,6 +308,21 @@ def safetensors_extents(path: Path, wanted: Collection[str]) -> tuple[set[str], 
             raise CheckpointError(_no_safetensors(path, f"{name} does not lie in it whole"))
         extents[name] = Extent(path, entry.offset, dtype, box)
     return set(entries), extents
+
+
+def _each_expert(entries: Mapping[str, SafetensorsEntry]) -> Iterator[tuple[str, SafetensorsEntry]]:
+    for stored, entry in entries.items():
+        name = names.own(stored)
+        parts = names.parts(name) if len(entry.shape) == 3 else ()
+        if not parts or entry.shape[1] % len(parts):
+            yield name, entry
+            continue
+        experts, rows, columns = entry.shape
+        nbytes = entry.nbytes // max(experts * len(parts), 1)
+        for number in range(experts * len(parts)):
+            expert, part = divmod(number, len(parts))
+            own = (entry.dtype, (rows // len(parts), columns), entry.offset + number * nbytes, nbytes)
+            yield names.part(name, expert, parts[part]), SafetensorsEntry(*own)
 
 
 def safetensors_entries(path: Path) -> dict[str, SafetensorsEntry]:

@@ -4,8 +4,12 @@ process of an engine.
 Every vLLM process of an environment with this package loads it, so it imports nothing heavy at module level.
 """
 
+import importlib.util
 import os
+import sys
+from collections.abc import Iterator
 from functools import cache
+from types import ModuleType
 from typing import Any
 
 from areal_megatron.process.patching import patch
@@ -24,7 +28,9 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine(name, "areal_megatron.reshard.receive", receiver)
     if VARIABLE in os.environ:
         _keep_adapters()
+    _leave_images_out()
     if current_platform.is_cpu():
+        _read_texts_without_torchvision()
         _keep_linear_weights()
         _leave_experts_alone()
         _rotate_all_heads()
@@ -53,6 +59,19 @@ def _keep_adapters() -> None:
     patch(LoRAModelRunnerMixin, "reset_lora_state", lambda self: None)
 
 
+def _leave_images_out() -> None:
+    """Makes language models load from folders of models that also take images, without the tensors of that part."""
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+    from areal_megatron.models.names import TOWER
+
+    def of_model(self: DefaultModelLoader, config: Any, model: Any) -> Iterator[tuple[str, Any]]:
+        leaves_out = not hasattr(model, "visual")
+        return (pair for pair in load(self, config, model) if not (leaves_out and pair[0].startswith(TOWER)))
+
+    load = patch(DefaultModelLoader, "get_all_weights", of_model)
+
+
 def _leave_experts_alone() -> None:
     """Makes experts on CPU compute as without adapters, which are on other layers alone.
 
@@ -65,6 +84,19 @@ def _leave_experts_alone() -> None:
         complete(self)
 
     complete = patch(FusedMoEConfig, "__post_init__", without_adapters)
+
+
+def _read_texts_without_torchvision() -> None:
+    """Makes vLLM import models that also take images where there is no torchvision, as where torch is for CPUs: the
+    package index has none for such a torch.
+
+    transformers has the sizes of images beside what resizes them, and vLLM imports both before it knows whether a model
+    is to take any. What is imported here has no function, so that an image fails with its name.
+    """
+    if importlib.util.find_spec("torchvision") is None:
+        transforms = ModuleType("torchvision.transforms.v2")
+        transforms.functional = ModuleType(f"{transforms.__name__}.functional")
+        sys.modules.setdefault(transforms.__name__, transforms)
 
 
 def _keep_linear_weights() -> None:

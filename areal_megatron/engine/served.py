@@ -108,7 +108,7 @@ def arguments(config: Config, name: str) -> list[str]:
     if name == "reward":
         words += ["--runner", "pooling"]
     else:
-        words += ["--generation-config", "vllm", "--hf-overrides", json.dumps(overrides(config, hf_config))]
+        words += ["--generation-config", "vllm", "--hf-overrides", json.dumps(overrides(config))]
     if config.machine.is_cpu:
         return words + cpu_arguments(config, hf_config)
     if name == "teacher" and config.ppo.penalty.asks_teacher:

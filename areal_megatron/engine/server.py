@@ -41,7 +41,7 @@ from areal_megatron.engine.environment import (
     SECRET_FILE,
 )
 from areal_megatron.models.adapter import VARIABLE, served
-from areal_megatron.models.architecture import architecture, implied, read_config
+from areal_megatron.models.architecture import architecture, for_engines, read_config
 from areal_megatron.process.shown import guard
 from areal_megatron.run import gpu_settings
 from areal_megatron.run.folder import RunFolder, engine_name, from_command_line, one_line
@@ -127,7 +127,7 @@ def engine_arguments(config: Config) -> list[str]:
     """Returns the options of vLLM's command line that are ours to set, of each part of an engine."""
     rollout, hf_config = config.rollout, read_config(config.model.path)
     command = ["--dtype", config.model.dtype, "--tensor-parallel-size", str(rollout.tp)]
-    command += ["--hf-overrides", json.dumps(overrides(config, hf_config))]
+    command += ["--hf-overrides", json.dumps(overrides(config))]
     command += ["--max-model-len", str(config.longest_sequence)]
     command += ["--max-num-seqs", str(rollout.max_running), "--seed", str(config.seed)]
     backend = {"full": "areal", "streamed": "areal-streamed"}[config.reshard.staging]
@@ -169,9 +169,9 @@ def cpu_arguments(config: Config, hf_config: Mapping[str, Any]) -> list[str]:
     return command
 
 
-def overrides(config: Config, hf_config: Mapping[str, Any]) -> dict[str, Any]:
+def overrides(config: Config) -> dict[str, Any]:
     """What vLLM is to read in config.json."""
-    return {"head_dtype": config.model.head_dtype} | implied(hf_config)
+    return {"head_dtype": config.model.head_dtype} | for_engines(config.model.path)
 
 
 def memory_arguments(environment: Mapping[str, str]) -> list[str]:

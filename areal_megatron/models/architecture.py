@@ -17,7 +17,7 @@ from areal_megatron.models.glm4 import GLM4_MOE
 from areal_megatron.models.llama import LLAMA
 from areal_megatron.models.qwen2 import QWEN2
 from areal_megatron.models.qwen3 import QWEN3, QWEN3_MOE
-from areal_megatron.models.qwen3_5 import QWEN3_5
+from areal_megatron.models.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from areal_megatron.models.qwen3_next import QWEN3_NEXT
 from areal_megatron.models.table import (
     EMBEDDING,
@@ -37,6 +37,7 @@ FAMILIES: dict[str, Family] = {
     "Qwen2ForCausalLM": QWEN2,
     "Qwen3ForCausalLM": QWEN3,
     "Qwen3_5ForCausalLM": QWEN3_5,
+    "Qwen3_5MoeForCausalLM": QWEN3_5_MOE,
     "Qwen3MoeForCausalLM": QWEN3_MOE,
     "Qwen3NextForCausalLM": QWEN3_NEXT,
 }
@@ -51,11 +52,15 @@ _CLASS_OF_MODEL_TYPE = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "qwen3_next": "Qwen3NextForCausalLM",
 }
-
+_LANGUAGE_OF_IMAGES = {"qwen3_5": "Qwen3_5ForCausalLM", "qwen3_5_moe": "Qwen3_5MoeForCausalLM"}
+"""`model_type` of models that take images, too → the class of their language model, which text_config describes."""
+_SHARED = ("tie_word_embeddings", "quantization_config", "dtype", "torch_dtype")
+"""What such a config.json may say outside of text_config, too."""
 
 _MOST_ROWS = 1 << 24
 """Most rows or columns of a tensor. Larger sizes are errors, and would use up the memory of whoever plans for them."""
@@ -134,8 +139,35 @@ class Architecture:
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
-    """Returns config.json of a Hugging Face model folder. Raises ConfigError if it is missing or no JSON object,
-    has a key twice, or a number that is not finite."""
+    """Returns what config.json of a Hugging Face model folder says of its language model, as that of a model of texts
+    says it. Raises ConfigError if it is missing or no JSON object, has a key twice, or a number that is not finite."""
+    described = read_whole_config(path)
+    if not (language := _language(described)):
+        return described
+    text = described.get("text_config")
+    if not isinstance(text, dict):
+        raise ConfigError(f"model.path: config.json needs an object text_config, has {shown(text)}")
+    shared = {key: described[key] for key in _SHARED if key in described}
+    if twice := next((key for key in shared if text.get(key, shared[key]) != shared[key]), None):
+        raise ConfigError(
+            f"model.path: config.json has {twice}={shown(shared[twice])} and in text_config {shown(text[twice])}"
+        )
+    return shared | text | {"architectures": [language]}
+
+
+def takes_images(path: str | Path) -> bool:
+    """Returns whether the model of a folder has a part for images; a folder without config.json has none. Raises
+    ConfigError as `read_config` does."""
+    return (Path(path) / "config.json").is_file() and bool(_language(read_whole_config(path)))
+
+
+def _language(described: Mapping[str, Any]) -> str:
+    kind = described.get("model_type")
+    return _LANGUAGE_OF_IMAGES.get(kind, "") if isinstance(kind, str) else ""
+
+
+def read_whole_config(path: str | Path) -> dict[str, Any]:
+    """Returns config.json of a Hugging Face model folder, as it is. Raises ConfigError as `read_config` does."""
     file = Path(path) / "config.json"
     try:
         return read_object(file)
@@ -294,6 +326,13 @@ def implied(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     none of a model without a table."""
     family = FAMILIES.get(_named(hf_config)[1] or "")
     return {key: value for key, value in (family.fixed if family else {}).items() if key not in hf_config}
+
+
+def for_engines(path: str | Path) -> dict[str, Any]:
+    """Returns the keys of config.json that engines of a model folder get in place of its own: the `implied` ones, and
+    for a model with images the class of its language model. Raises ConfigError as `read_config` does."""
+    hf_config = read_config(path)
+    return implied(hf_config) | ({"architectures": hf_config["architectures"]} if takes_images(path) else {})
 
 
 def _has(hf_config: Mapping[str, Any], row: Row) -> bool:

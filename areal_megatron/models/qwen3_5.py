@@ -1,9 +1,9 @@
-"""Qwen3.5, the language model of the dense ones: layers as those of Qwen3-Next, with a dense MLP, and the projections
-into a gated delta net apart in checkpoints."""
+"""Qwen3.5, the language model: layers as those of Qwen3-Next, some with a dense MLP, some with experts, and the
+projections into a gated delta net apart in checkpoints."""
 
 from dataclasses import replace
 
-from areal_megatron.models.qwen3_next import GATED_ATTENTION, NET, NET_NORM
+from areal_megatron.models.qwen3_next import GATED_ATTENTION, GATED_EXPERTS, NET, NET_NORM
 from areal_megatron.models.table import MLP, Cut, Family, Layers, Row
 
 _IN = "self_attention.in_proj.weight"
@@ -34,15 +34,16 @@ _PROJECTIONS = (
     ),
 )
 
+_ATTENTION = (
+    *(replace(row, layers=Layers.LINEAR) for row in (NET_NORM, *_PROJECTIONS, *NET)),
+    *(replace(row, layers=Layers.FULL) for row in GATED_ATTENTION),
+)
+
 QWEN3_5 = Family(
-    (
-        *(replace(row, layers=Layers.LINEAR) for row in (NET_NORM, *_PROJECTIONS, *NET)),
-        *(replace(row, layers=Layers.FULL) for row in GATED_ATTENTION),
-        *MLP,
-    ),
-    refused=("attention_bias",),
+    (*_ATTENTION, *MLP),
+    refused=("attention_bias", "qkv_bias", "sliding_window"),
     reward_models=False,
     added_to_one=True,
     positions_of_text=True,
-    unserved="vLLM imports its layers together with those for images, which nobody has tried here",
 )
+QWEN3_5_MOE = replace(QWEN3_5, layer=(*_ATTENTION, *GATED_EXPERTS), fixed={"norm_topk_prob": True})

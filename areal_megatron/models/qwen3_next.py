@@ -103,14 +103,13 @@ SHARED_EXPERT_GATE = Row(
     {"mlp.shared_expert_gate.weight": "single hidden"},
 )
 
+GATED_EXPERTS = (ROUTER, *EXPERTS, *map(_of_one, SHARED_EXPERTS), SHARED_EXPERT_GATE)
+
 QWEN3_NEXT = Family(
     (
         *(replace(row, layers=Layers.LINEAR) for row in (NET_NORM, *_PROJECTIONS, *NET)),
         *(replace(row, layers=Layers.FULL) for row in GATED_ATTENTION),
-        ROUTER,
-        *EXPERTS,
-        *map(_of_one, SHARED_EXPERTS),
-        SHARED_EXPERT_GATE,
+        *GATED_EXPERTS,
     ),
     refused=("attention_bias", "mlp_only_layers", "qkv_bias", "sliding_window"),
     added_to_one=True,

@@ -240,8 +240,6 @@ class Family:
     """Whether the weights of norms are what is added to 1, but for those inside a gated delta net."""
     positions_of_text: bool = False
     """Whether rotary embeddings may have `mrope_section`: of text the positions are the same in all sections."""
-    unserved: str = ""
-    """Why engines do not have the family; "" if they do."""
 
     @property
     def has_experts(self) -> bool:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 from areal_megatron.checkpoint import folder as checkpoint_folder
-from areal_megatron.checkpoint import peft
+from areal_megatron.checkpoint import peft, tower
 from areal_megatron.checkpoint.convert import TRAINER, to_hf
 from areal_megatron.checkpoint.disk import CheckpointError
 from areal_megatron.checkpoint.folder import Written
@@ -303,6 +303,7 @@ class Checkpoints:
     def _describe(self, folder: Path) -> None:
         (folder / "hf").mkdir()
         copy_description(Path(self._model.path), folder / "hf", self._model.dtype, self._trainer.hf_config)
+        tower.copy(Path(self._model.path), folder / "hf")
         if adapter := self._trainer.adapter:
             peft.write_description(folder, adapter, self._trainer.hf_config, self._model.path)
 

@@ -417,7 +417,7 @@ def _softmax_router(hf: PretrainedConfig) -> dict[str, Any]:
     balanced = hf.output_router_logits  # Hugging Face's condition for the load-balancing loss
     return {
         # A softmax over the chosen experts alone equals the softmax over all experts, normalised over the chosen.
-        "moe_router_pre_softmax": not hf.norm_topk_prob,
+        "moe_router_pre_softmax": not getattr(hf, "norm_topk_prob", True),  # always so in Qwen3.5, which has no key
         "moe_router_load_balancing_type": "aux_loss" if balanced else "none",
         "moe_aux_loss_coeff": hf.router_aux_loss_coef if balanced else 0.0,
     }

@@ -107,7 +107,7 @@ def test_the_demo_learns_in_float16(tmp_path):
     )
     assert before < 0.6 and after >= 0.9
     assert skipped < 0.05 * 4 * len(updates)  # of four steps an update
-    assert max(differences) < 0.03
+    assert max(differences) < 0.01
 
 
 @pytest.mark.soak
@@ -151,6 +151,21 @@ def test_the_demo_learns_with_experts_and_latent_attention(tmp_path, family):
     before, after = demo.accuracy(out / "rl")
     print(f"{family}: {before:.3f} → {after:.3f}")
     assert before < 0.6 and after >= 0.9
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_the_demo_learns_with_gated_delta_nets(tmp_path):
+    """In bfloat16, the only dtype in which engines on CPU compute them."""
+    out = tmp_path / "demo"
+    command = [sys.executable, "tools/demo.py", "--family=qwen3_5", f"--out={out}", "model.dtype=bfloat16"]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=3000)
+    before, after = demo.accuracy(out / "rl")
+    updates = [line for line in read_metrics(RunFolder(out / "rl")) if line["kind"] == "update"]
+    differences = [line["mismatch_mean"] for line in updates if "mismatch_mean" in line]
+    print(f"gated delta nets: {before:.3f} → {after:.3f}; log-probabilities within {max(differences):.3f} in the mean")
+    assert before < 0.6 and after >= 0.9
+    assert max(differences) < 0.01
 
 
 @pytest.mark.soak

@@ -13,6 +13,7 @@ from areal_megatron.engine.server import server_command
 from areal_megatron.models.architecture import read_config
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 from tests.support.loading import load
+from tests.support.models_with_images import write_with_images
 from tests.support.reshard_oracle import MODELS, megatron_shard, write_model
 
 WRITTEN = [
@@ -28,7 +29,11 @@ WRITTEN = [
     "moonlight-moe-exported",
     "qwen3-next-moe-converted",
     "qwen3-next-moe-exported",
+    "qwen3.5-exported",
+    "qwen3.5-moe-converted",
 ]
+IMAGES = "qwen3.5-moe-with-images"
+"""A model of which engines have the language model alone."""
 CASES = [
     *((name, tp, False) for tp in (1, 2) for name in MODELS),
     *((name, 1, False) for name in WRITTEN),
@@ -40,6 +45,7 @@ CASES = [
     ("glm4-moe", 2, True),
     ("deepseek-v3-moe", 2, True),
     ("qwen3-next-moe", 2, True),
+    ("qwen3.5-moe", 2, True),
 ]
 """(model, tp, expert parallel), in float32"""
 HALF = [
@@ -53,6 +59,9 @@ HALF = [
     ("moonlight-moe", 1, False, "bfloat16"),
     ("qwen3-next-moe", 1, False, "bfloat16"),
     ("qwen3-next-moe", 2, False, "bfloat16"),
+    ("qwen3.5", 2, False, "bfloat16"),
+    (IMAGES, 2, False, "bfloat16"),
+    ("qwen3.5-moe", 1, False, "bfloat16"),
 ]
 """Cases in half precision."""
 DESCRIBED = Path(__file__).resolve().parents[2] / "configs" / "models" / "Qwen3-8B"
@@ -100,6 +109,7 @@ def loaded(tmp_path_factory):
         heads = {} if "kv_lora_rank" in MODELS[name][1] else {"head_dim": 32}
         write_again(folder, name, write_model(name, folder / name, hidden_size=256, **heads))
     write_model("qwen2", folder / "qwen2-two-kv-heads", num_key_value_heads=2, hidden_size=256)
+    write_with_images("qwen3.5-moe", folder / IMAGES, hidden_size=256)
     # The experts of five do not divide evenly, and the kernel pads the width of each to a multiple of 32.
     write_model("qwen3-moe", folder / "qwen3-moe-five", num_local_experts=5, moe_intermediate_size=48, hidden_size=256)
     cases = [*((*case, "float32") for case in CASES), *HALF]

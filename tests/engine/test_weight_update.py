@@ -40,8 +40,8 @@ from tests.support.version_oracle import recomputed, with_stale_cache
 
 METRICS = {"kv_cache_metrics": True}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
-NETS = "qwen3-next-moe"
-"""A model that engines on CPU compute in bfloat16 alone."""
+NETS = ("qwen3-next-moe", "qwen3.5")
+"""Models that engines on CPU compute in bfloat16 alone."""
 SERVERS = {
     "tp1": ("qwen3", MegatronSizes(tp=2, pp=2), EngineSizes(), 1, "model", {}, "delta"),
     "tp2-in-two-parts": ("qwen3", MegatronSizes(tp=2, pp=2), EngineSizes(tp=2), 2, "trainers", METRICS, "auto"),
@@ -51,14 +51,16 @@ SERVERS = {
     "latents-tp2": ("moonlight-moe", MegatronSizes(tp=2, dp=2, ep=2), EngineSizes(tp=2), 1, "trainers", {}, "full"),
     "far-tp2": ("qwen3", MegatronSizes(tp=2, pp=2), EngineSizes(tp=2), 1, "trainers", {}, "delta", "127.0.0.1"),
     "n-gram": ("qwen3", MegatronSizes(tp=2, pp=2), EngineSizes(), 1, "model", {"speculative_config": NGRAM}, "auto"),
-    "gated-delta-nets": (NETS, MegatronSizes(tp=2, pp=2), EngineSizes(), 1, "trainers", {}, "full"),
+    "gated-delta-nets": (NETS[0], MegatronSizes(tp=2, pp=2), EngineSizes(), 1, "trainers", {}, "full"),
+    "gated-delta-nets-dense": (NETS[1], MegatronSizes(tp=2, pp=2), EngineSizes(tp=2), 1, "model", {}, "full"),
     "streamed": ("glm4-moe", MegatronSizes(tp=2, pp=2), EngineSizes(), 1, "model", {}, "delta", "", "streamed"),
 }
 """Name → (model, trainer sizes, engine sizes, number of the engine's parts, each as on a node of its own,
 rollout.first_weights, rollout.vllm, reshard.update, where it is reached if it is at another site, reshard.staging)."""
 SOAKED = ("experts-tp2", "sigmoid-experts-tp2", "latents-tp1", "latents-tp2", "far-tp2", "n-gram", "streamed")
+SOAKED += ("gated-delta-nets-dense",)
 """The servers that only `make soak` starts: each differs from another in what tests of its own cover (layouts of
-experts and latents, links between sites, speculation in runs, streams of updates)."""
+experts, latents and gated delta nets, links between sites, speculation in runs, streams of updates)."""
 PROMPT = [5, 6, 7, 8, 9]
 LONGEST = 8000
 TOLERANCE = 1e-4
@@ -87,14 +89,14 @@ class Server:
         self.streamed = staging == "streamed"
         self.folders = [folder / "a", folder / "b"]
         changes = {"max_position_embeddings": 8192, "initializer_range": 0.1}
-        self.dtype = torch.bfloat16 if model == NETS else torch.float32
-        if model == NETS:  # vLLM's kernels take no smaller heads
+        self.dtype = torch.bfloat16 if model in NETS else torch.float32
+        if model in NETS:  # vLLM's kernels take no smaller heads
             changes |= {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
         self.tensors = [
             {name: tensor.to(self.dtype) for name, tensor in write_model(model, path, seed, **changes).items()}
             for seed, path in enumerate(self.folders)
         ]
-        if model == NETS:
+        if model in NETS:
             for tensors, path in zip(self.tensors, self.folders, strict=True):
                 save_file(tensors, path / "model.safetensors", {"format": "pt"})
         if self.sends_changes:

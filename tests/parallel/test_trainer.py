@@ -33,7 +33,12 @@ CASES = {
         ("deepseek_v3", {"cp": 2, "etp": 2}),
     ],
     "latents-on-4-ranks": [("deepseek_v3", {"tp": 2, "dp": 2, "ep": 2, "etp": 1})],
-    "gated-delta-nets": [("qwen3_next", {}), ("qwen3_next", {"recompute": "full"}), ("qwen3_5", {})],
+    "gated-delta-nets": [
+        ("qwen3_next", {}),
+        ("qwen3_next", {"recompute": "full"}),
+        ("qwen3_5", {}),
+        ("qwen3_5_moe", {}),
+    ],
     "gated-delta-nets-on-2-ranks": [
         ("qwen3_next", {"tp": 2, "recompute": "mlp"}),
         ("qwen3_next", {"tp": 2, "etp": 1, "recompute": "full", "recompute_layers": 1}),
@@ -50,6 +55,7 @@ CASES = {
         ("qwen3_next", {"cp": 2, "dp": 2, "ep": 2}),
         ("qwen3_5", {"cp": 2, "pp": 2}),
         ("qwen3_5", {"tp": 2, "cp": 2}),
+        ("qwen3_5_moe", {"tp": 2, "dp": 2, "ep": 2, "etp": 1}),
     ],
     "tp2-sp": [(model, {"tp": 2}) for model in (*DENSE, "qwen3_moe")],
     "pp2": [(model, {"pp": 2}) for model in (*DENSE, "qwen3_moe")],

@@ -28,7 +28,7 @@ from vllm.model_executor.model_loader import get_model
 from vllm.plugins import load_general_plugins
 
 from areal_megatron.checkpoint import hf
-from areal_megatron.models.architecture import architecture, implied, read_config
+from areal_megatron.models.architecture import architecture, for_engines, read_config
 from areal_megatron.reshard import engine_layout
 from areal_megatron.reshard.receive import live_parameters
 from tests.support.loading import RENDEZVOUS
@@ -95,7 +95,7 @@ def live(rank: int, folder: Path, examine: Callable[..., Any], lora: Callable[[P
         config = EngineArgs(
             model=str(folder / name),
             dtype=dtype,
-            hf_overrides=options["hf_overrides"] | implied(hf_config),
+            hf_overrides=options["hf_overrides"] | for_engines(folder / name),
             attention_backend=backend,
             tensor_parallel_size=tp,
             enforce_eager=True,

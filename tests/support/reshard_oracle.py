@@ -41,6 +41,14 @@ LATENTS = {
     "qk_nope_head_dim": 32,
     "v_head_dim": 32,
 }
+NETS = {
+    "head_dim": 32,
+    "layer_types": [f"{kind}_attention" for kind in ("linear", "linear", "full", "linear")],
+    "linear_num_key_heads": 8,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+}
 MODELS = {
     "llama": ("Llama", {"tie_word_embeddings": False}),
     "llama-tied": ("Llama", {"tie_word_embeddings": True}),
@@ -74,12 +82,19 @@ MODELS = {
         "Qwen3Next",
         {
             "tie_word_embeddings": False,
-            "head_dim": 32,
-            "layer_types": [f"{kind}_attention" for kind in ("linear", "linear", "full", "linear")],
-            "linear_num_key_heads": 8,
-            "linear_num_value_heads": 16,
-            "linear_key_head_dim": 8,
-            "linear_value_head_dim": 12,
+            **NETS,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "shared_expert_intermediate_size": 32,
+        },
+    ),
+    "qwen3.5": ("Qwen3_5", {"tie_word_embeddings": True, **NETS}),
+    "qwen3.5-moe": (
+        "Qwen3_5Moe",
+        {
+            "tie_word_embeddings": False,
+            **NETS,
             "num_experts": 8,
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 64,
@@ -95,9 +110,9 @@ def write_model(name: str, folder: Path, seed: int = 0, **sizes) -> dict[str, to
     import transformers  # seconds of import that the ranks of a link, which use this file too, need not pay
 
     family, own = MODELS[name]
-    config = getattr(transformers, f"{family}Config")(**{**SIZES, **own, **sizes})
+    make = getattr(transformers, f"{family}ForCausalLM")
     torch.manual_seed(seed)
-    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    model = make(make.config_class(**{**SIZES, **own, **sizes}))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:  # norms start as ones and biases as zeros: make every element its own
@@ -153,19 +168,23 @@ def megatron_parameters(
         return parts
 
     def linear_parts(prefix):
-        """A gated delta net, whose projections have q, k, v and z, and b and a of one key head after another: here each
-        is on its own."""
+        """A gated delta net. The projections of Qwen3-Next have q, k, v and z, and b and a of one key head after
+        another: here each is on its own."""
         heads, key, ratio = (
             config["linear_num_key_heads"],
             config["linear_key_head_dim"],
             config["linear_num_value_heads"] // config["linear_num_key_heads"],
         )
         value = ratio * config["linear_value_head_dim"]
+        sections = [heads * key, heads * key, heads * value]
         projected = []
-        for name, widths in (("qkvz", [key, key, value, value]), ("ba", [ratio, ratio])):
+        if f"{prefix}in_proj_qkv.weight" in tensors:
+            parts = (tensors[f"{prefix}in_proj_{name}.weight"] for name in ("qkv", "z", "b", "a"))
+            projected = [part.chunk(tp)[tp_rank] for part in (*next(parts).split(sections), *parts)]
+        for name, widths in (("qkvz", [key, key, value, value]), ("ba", [ratio, ratio])) if not projected else ():
             by_head = tensors[f"{prefix}in_proj_{name}.weight"].view(heads, sum(widths), -1)
             projected += [part.flatten(0, 1).chunk(tp)[tp_rank] for part in by_head.split(widths, 1)]
-        mixed = tensors[f"{prefix}conv1d.weight"].split([heads * key, heads * key, heads * value])
+        mixed = tensors[f"{prefix}conv1d.weight"].split(sections)
         return {
             "in_proj.weight": torch.cat(projected),
             "conv1d.weight": torch.cat([part.chunk(tp)[tp_rank] for part in mixed]),
@@ -177,7 +196,7 @@ def megatron_parameters(
     def heads_of_groups(kind, prefix):
         """The query heads of each group, then their gates if there are any, then its key and its value."""
         queries, keys, values = (tensors[f"{prefix}{x}_proj.{kind}"].chunk(groups) for x in "qkv")
-        if f"{prefix.replace('self_attn', 'mlp')}shared_expert_gate.weight" in tensors:
+        if sum(map(len, queries)) == 2 * config["num_attention_heads"] * config.get("head_dim", 0):
             halves = [group.view(-1, 2, config["head_dim"], group.shape[-1]) for group in queries]
             queries = [torch.cat([half[:, 0].flatten(0, 1), half[:, 1].flatten(0, 1)]) for half in halves]
         return torch.cat([part for group in zip(queries, keys, values, strict=True) for part in group])
@@ -297,6 +316,15 @@ def vllm_parameters(tensors, config, *, tp, rank, dp=1, expert_parallel=False):
             held[name] = tensor
         elif name.endswith((".in_proj_qkvz.weight", ".in_proj_ba.weight", ".A_log", ".dt_bias")):
             held[name] = tensor.chunk(tp)[rank]
+        elif name.endswith(".in_proj_qkv.weight"):
+            key = config["linear_num_key_heads"] * config["linear_key_head_dim"]
+            parts = (*tensor.split([key, key, len(tensor) - 2 * key]), tensors[name.replace("_qkv", "_z")])
+            held[name.replace("_qkv", "_qkvz")] = torch.cat([part.chunk(tp)[rank] for part in parts])
+        elif name.endswith(".in_proj_b.weight"):
+            parts = (tensor, tensors[name.replace("_b.", "_a.")])
+            held[name.replace("_b.", "_ba.")] = torch.cat([part.chunk(tp)[rank] for part in parts])
+        elif name.endswith((".in_proj_z.weight", ".in_proj_a.weight")):
+            continue  # with the one that it is stacked on
         elif name.endswith(".conv1d.weight"):
             key = config["linear_num_key_heads"] * config["linear_key_head_dim"]
             held[name] = torch.cat([part.chunk(tp)[rank] for part in tensor.split([key, key, len(tensor) - 2 * key])])

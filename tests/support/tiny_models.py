@@ -126,6 +126,22 @@ MODELS = {
             "linear_value_head_dim": 24,
         },
     ),
+    "qwen3_5_moe": (
+        transformers.Qwen3_5MoeTextConfig,
+        transformers.Qwen3_5MoeForCausalLM,
+        {
+            "tie_word_embeddings": False,
+            "head_dim": 64,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 24,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 48,
+        },
+    ),
     "qwen3_deep": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {**HEADS, "num_hidden_layers": 5}),
 }
 

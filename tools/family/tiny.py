@@ -47,6 +47,8 @@ _MOST: dict[str, int] = {
     "num_mtp_layers": 0,
 }
 """Key of config.json → the largest value in the tiny model."""
+_IMAGES = {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "num_position_embeddings": 16}
+"""The sizes of the tiny model's part for images."""
 _DERIVED = ("head_dim", "qk_head_dim")
 """Keys that transformers writes beside those from which it computes them, in models with latents."""
 _LEFT_OUT = ("quantization_config", "torch_dtype", "dtype", "bos_token_id", "eos_token_id", "pad_token_id", "auto_map")
@@ -67,7 +69,30 @@ def shrunk(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     for key in ("rope_scaling", "rope_parameters"):
         if isinstance(rope := config.get(key), dict) and "original_max_position_embeddings" in rope:
             config[key] = rope | {"original_max_position_embeddings": 1024}
+        if isinstance(rope, dict) and "mrope_section" in rope:
+            config[key] = rope | {"mrope_section": _sections(rope, config)}
     return config | {"num_hidden_layers": LAYERS, "vocab_size": VOCABULARY, "initializer_range": 0.05}
+
+
+def _sections(rope: Mapping[str, Any], config: Mapping[str, Any]) -> list[int]:
+    """Returns the sections of the pairs that are rotated of a tiny head, in about the shares that `rope` has."""
+    given = rope["mrope_section"]
+    pairs = int(config["head_dim"] * rope.get("partial_rotary_factor", 1)) // 2
+    others = [pairs * size // sum(given) for size in given[1:]]
+    return [pairs - sum(others), *others]
+
+
+def with_images(hf_config: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the config.json of a tiny model that takes images as the one of `hf_config` does; `text`: what `shrunk`
+    returns of its language model."""
+    sizes = {key: value for key, value in _IMAGES.items() if key in hf_config["vision_config"]}
+    vision = hf_config["vision_config"] | sizes | {"out_hidden_size": text["hidden_size"]}
+    kind = hf_config["text_config"].get("model_type")
+    named = {"text_config": {**text, "model_type": kind}, "vision_config": vision}
+    tied = text.get("tie_word_embeddings", False)
+    return (
+        {key: value for key, value in hf_config.items() if key not in _LEFT_OUT} | named | {"tie_word_embeddings": tied}
+    )
 
 
 def _like(value: int, most: int, least: int = 1) -> int:
@@ -158,7 +183,7 @@ def write(config: Mapping[str, Any], folder: Path, seed: int = 0) -> dict[str, t
             if key in model.state_dict():
                 buffer.normal_(std=0.1)
     model.save_pretrained(folder)
-    words = {f"<{number}>": number for number in range(config["vocab_size"])}
+    words = {f"<{number}>": number for number in range(config.get("text_config", config)["vocab_size"])}
     library = Tokenizer(models.WordLevel(words, unk_token="<0>"))
     library.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=library, eos_token="<1>", unk_token="<0>")

@@ -312,9 +312,9 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path, caplog):
         assert torch.equal(found[name], tensor.to(kind)) and found[name].dtype == kind
 
 
-def in_8_bits(tensors):
-    """Quantises matrices of layers but routers as DeepSeek-V3 has them, by torch; returns the folder's tensors, and
-    what they stand for."""
+def in_8_bits(tensors, scales):
+    """Quantises matrices of layers but routers as DeepSeek-V3 has them, and Qwen's models with scales in bfloat16, by
+    torch; returns the folder's tensors, and what they stand for."""
     stored, meant = {}, {}
     for name, tensor in tensors.items():
         stored[name] = meant[name] = tensor
@@ -322,18 +322,23 @@ def in_8_bits(tensors):
             rows, columns = tensor.shape
             padded = F.pad(tensor, (0, -columns % 128, 0, -rows % 128))
             blocks = padded.unflatten(0, (-1, 128)).unflatten(2, (-1, 128))
-            scale = blocks.abs().amax((1, 3)) / 448
-            by_element = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[:rows, :columns]
+            scale = (blocks.abs().amax((1, 3)) / 448).to(scales)
+            by_element = scale.float().repeat_interleave(128, 0).repeat_interleave(128, 1)[:rows, :columns]
             stored[name] = (tensor / by_element).to(torch.float8_e4m3fn)
             stored[f"{name}_scale_inv"] = scale
             meant[name] = stored[name].float() * by_element
     return stored, meant
 
 
-def test_weights_in_8_bits_become_whole(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "scales"),
+    [("deepseek-v3-moe", torch.float32), ("qwen3-next-moe", torch.bfloat16)],
+    ids=["deepseek", "qwen"],
+)
+def test_weights_in_8_bits_become_whole(tmp_path, name, scales):
     model = tmp_path / "model"
-    tensors = write_model("deepseek-v3-moe", model, hidden_size=160, intermediate_size=288)
-    stored, meant = in_8_bits(tensors)
+    tensors = write_model(name, model, hidden_size=160, intermediate_size=288)
+    stored, meant = in_8_bits(tensors, scales)
     assert sum(name.endswith("_scale_inv") for name in stored) > 100
     save_file(stored, model / "model.safetensors")
     described = json.loads((model / "config.json").read_text())
@@ -349,7 +354,9 @@ def test_weights_in_8_bits_become_whole(tmp_path):
     assert "quantization_config" not in json.loads((tmp_path / "whole" / "config.json").read_text())
     name = next(name for name in stored if name.endswith("_scale_inv"))
     save_file(stored | {name: torch.ones(1, 1)}, model / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"has 8 bits, and no .*_scale_inv in float32 of shape .* 128 × 128"):
+    with pytest.raises(
+        CheckpointError, match=r"has 8 bits, and no .*_scale_inv in float32 or bfloat16 of shape .* 128 × 128"
+    ):
         from_hf(model, tmp_path / "again")
 
 

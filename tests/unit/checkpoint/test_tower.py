@@ -1,0 +1,107 @@
+"""Published models that take images: their language model is converted, and the other part is carried along."""
+
+import json
+import shutil
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from areal_megatron.checkpoint import hf
+from areal_megatron.checkpoint.convert import from_hf, to_hf
+from areal_megatron.checkpoint.disk import CheckpointError
+from areal_megatron.config import ConfigError
+from areal_megatron.models.architecture import architecture, read_config, takes_images
+from areal_megatron.models.names import TOWER, own
+from areal_megatron.reshard.trainer_layout import MegatronSizes
+from tests.support.models_with_images import make_with_images, write_with_images
+from tests.support.reshard_oracle import megatron_shard
+
+NAMES = ("qwen3.5", "qwen3.5-moe")
+
+
+def weights(folder):
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+def assert_equal(found, expected):
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype, name
+
+
+def of_language_model(tensors):
+    return {own(name): tensor for name, tensor in tensors.items() if not name.startswith(TOWER)}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_both_parts_are_the_same_after_a_checkpoint(tmp_path, name):
+    """The part for images keeps its dtype, whatever the other's becomes; transformers loads what is written."""
+    model = tmp_path / "model"
+    tensors = write_with_images(name, model)
+    tensors |= {key: tensor.half() for key, tensor in tensors.items() if key.startswith(TOWER)}
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    from_hf(model, tmp_path / "checkpoint", verify=True)
+    to_hf(tmp_path / "checkpoint", tmp_path / "back", verify=True)
+    assert_equal(weights(tmp_path / "back"), tensors)
+    to_hf(tmp_path / "back", tmp_path / "half", dtype="bfloat16", shard_bytes=100_000)
+    halved = {key: tensor if key.startswith(TOWER) else tensor.bfloat16() for key, tensor in tensors.items()}
+    assert_equal(weights(tmp_path / "half"), halved)
+    read = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "half", dtype=torch.bfloat16)
+    written = transformers.AutoModelForImageTextToText.from_pretrained(model, dtype=torch.bfloat16)
+    assert_equal(read.state_dict(), written.state_dict())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_exports_of_trainers_keep_the_part_for_images(tmp_path, name):
+    model, sizes = tmp_path / "model", MegatronSizes()
+    tensors = write_with_images(name, model)
+    config = read_config(model)
+    parameters = megatron_shard(of_language_model(tensors), config, sizes, 0)
+    layout = hf.trainer_layout.layout(config, sizes, 0)
+    loaded = {key: torch.full_like(parameter, torch.nan) for key, parameter in parameters.items()}
+    hf.load(loaded, layout, model)
+    assert_equal(loaded, parameters)
+    trained = {key: parameter + 1 for key, parameter in parameters.items()}
+    hf.export(trained, hf_config=config, sizes=sizes, rank=0, source=model, path=tmp_path / "export")
+    assert_equal(
+        weights(tmp_path / "export"),
+        {key: tensor if key.startswith(TOWER) else tensor + 1 for key, tensor in tensors.items()},
+    )
+    described = json.loads((tmp_path / "export" / "config.json").read_text())
+    assert described["architectures"] == json.loads((model / "config.json").read_text())["architectures"]
+
+
+def test_experts_that_lie_in_one_tensor_are_read_one_by_one(tmp_path):
+    model = make_with_images("qwen3.5-moe")
+    model.save_pretrained(tmp_path / "apart")
+    shutil.copytree(tmp_path / "apart", tmp_path / "stacked")
+    stacked = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    assert any(name.endswith("mlp.experts.gate_up_proj") for name in stacked)
+    files = {"one.safetensors": {}, "other.safetensors": {}}
+    for number, (name, tensor) in enumerate(sorted(stacked.items())):
+        files[("one.safetensors", "other.safetensors")[number % 2]][name] = tensor
+    (tmp_path / "stacked" / "model.safetensors").unlink()
+    for file, held in files.items():
+        save_file(held, tmp_path / "stacked" / file)
+    index = {name: file for file, held in files.items() for name in held}
+    (tmp_path / "stacked" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    to_hf(tmp_path / "stacked", tmp_path / "written")
+    assert_equal(weights(tmp_path / "written"), weights(tmp_path / "apart"))
+
+
+def test_what_is_missing_or_contradicts_itself_is_said_in_one_line(tmp_path):
+    model = tmp_path / "model"
+    tensors = write_with_images("qwen3.5", model)
+    described = json.loads((model / "config.json").read_text())
+    assert takes_images(model) and architecture(read_config(model)).name == "Qwen3_5ForCausalLM"
+    save_file({key: t for key, t in tensors.items() if not key.startswith(TOWER)}, model / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"has no tensor model\.visual\.…, the part for images, .* as --config$"):
+        from_hf(model, tmp_path / "checkpoint")
+    (model / "config.json").write_text(json.dumps(described | {"tie_word_embeddings": False}))
+    with pytest.raises(ConfigError, match=r"has tie_word_embeddings=False and in text_config True$"):
+        read_config(model)
+    (model / "config.json").write_text(json.dumps(described | {"text_config": None}))
+    with pytest.raises(ConfigError, match=r"needs an object text_config, has None$"):
+        read_config(model)
