@@ -35,6 +35,10 @@ ALIKE = (
     "train_glm4.5_air.sh",
     "train_moonlight.sh",
     "train_qwen3_235b.sh",
+    "train_qwen3_30b_a3b.sh",
+    "train_qwen3_next_80b.sh",
+    "train_qwen3.5_9b.sh",
+    "train_qwen3.5_35b_a3b.sh",
 )
 """Scripts whose configs differ from another's in sizes, which tests/unit/planning/test_published.py plans."""
 SIZES = {

@@ -200,7 +200,8 @@ def test_it_fits_the_nodes_of_its_script_with_a_tenth_of_a_gpu_free(run):
     assert 0.6 <= share <= 0.85
 
 
-OTHERS = ("moonlight", "glm4.5_air", "qwen3_235b", "glm4.5", "deepseek_v3")
+NETS = ("qwen3_next_80b", "qwen3.5_9b", "qwen3.5_35b_a3b")
+OTHERS = ("moonlight", "qwen3_30b_a3b", *NETS, "glm4.5_air", "qwen3_235b", "glm4.5", "deepseek_v3")
 """Models for which nothing but their sizes is published."""
 
 
@@ -354,7 +355,7 @@ def test_sea_fits_the_nodes_of_its_script(run, capsys, tmp_path):
 def test_every_config_has_one_script():
     patterns = ("r1_*.yaml", "qwen3_*.yaml", "sea_*.yaml")
     runs = [path.stem for pattern in patterns for path in (ROOT / "configs").glob(pattern)]
-    assert sorted(runs) == sorted((*PUBLISHED, *SEA, "qwen3_235b"))
+    assert sorted({*runs} - {*OTHERS}) == sorted((*PUBLISHED, *SEA))
     assert sorted(map(named_config, SCRIPTS)) == sorted((*PUBLISHED, *SEA, *OTHERS))
     assert {option(script, "gpus-per-node") for script in SCRIPTS} == {"8"}
 

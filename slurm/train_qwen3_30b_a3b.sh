@@ -1,0 +1,18 @@
+#!/bin/bash
+# Qwen3-30B-A3B, a model of experts: sbatch slurm/train_qwen3_30b_a3b.sh [key=value ...]
+#SBATCH --job-name=qwen3-30b-a3b
+#SBATCH --nodes=6
+#SBATCH --gpus-per-node=8
+#SBATCH --exclusive
+#SBATCH --mem=0
+#SBATCH --requeue
+#SBATCH --no-kill
+#SBATCH --open-mode=append
+#SBATCH --signal=B:USR1@600
+#SBATCH --time=24:00:00
+#SBATCH --output=slurm-%j.out
+CONFIG=configs/qwen3_30b_a3b.yaml
+cd "${SLURM_SUBMIT_DIR:-.}" || exit 2
+[ -f slurm/run.sh ] || { echo "error: no slurm/run.sh in $PWD: submit from the repository's folder, 'sbatch slurm/train_qwen3_30b_a3b.sh'" >&2; exit 2; }
+# shellcheck source=slurm/run.sh
+source slurm/run.sh "$@"
