@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from areal_megatron.data.boxed import last_boxed
 
-_FORMATTING = re.compile(r"\\(?:text|textbf|textrm|mathrm|mathbf|bf|rm)(?![A-Za-z])|\\[ ,;:!]|\\quad|[{}$*]")
+_FORMATTING = re.compile(r"\\(?:text|textbf|textrm|mathrm|mathbf|bf|rm)(?![A-Za-z])|\\[ ,;:!()\[\]]|\\quad|[{}$*]")
 _LABELLED = r"(?i:(?:the\s+)?(?:option|choice|letter|answer)(?:\s+is)?)"
 _CHOSEN = re.compile(rf"\s*+(?:{_LABELLED}[\s:]++)?[\s(]*+([A-Za-z])(?:[\s).]*+$|\s*+[).:])")
 """A letter, alone or followed by the text of its choice: C, (C), C., C) 42, Option C."""
@@ -20,7 +20,7 @@ _BESIDE_TEXT = re.compile(r"[\s$]*+\(?([A-Z])\)?[\s$]*+\\(?:text|textbf|textrm|m
 _PLACE = re.compile(r"####([^\n]*+)|<answer>((?:(?!</?answer>).)*+)", re.DOTALL)
 _SAID = re.compile(
     r"(?i:answer\s*+(?:is|:|=)|(?:choice|option)\s++is)(?i:\s+(?:therefore|thus|hence|then|clearly)\b,?)?"
-    r"(?:[\s:*(\"'$]|\\(?:text|textbf|mathrm|mathbf)\s*+\{)*+(?i:(?:option|choice|letter)[\s*(\"'$]++)?+"
+    r"(?:[\s:*(\"'$]|\\[(\[]|\\(?:text|textbf|mathrm|mathbf)\s*+\{)*+(?i:(?:option|choice|letter)[\s*(\"'$]++)?+"
     r"(?:([A-Z])(?![A-Za-z])|(?i:not)\b)"
 )
 _SENTENCE = re.compile(
@@ -34,7 +34,7 @@ _SENTENCE = re.compile(
 _ALSO = re.compile(
     r"(?<![A-Za-z'’-])([A-J])[)*$]*\s+(?:is|may be|could be|are)\s+(?:also\s+)?(?:correct|right|better|best)"
 )
-_ALONE = re.compile(r"[\s(*$]*+([A-Z])[\s).*$]*+")
+_ALONE = re.compile(rf"\s*+(?:{_LABELLED}[\s:]++)?[\s(*$]*+([A-Z])[\s).*$]*+")
 _LABEL_AND_TEXT = re.compile(
     r"\s*+\**+(?:\(([A-J])\)|([A-J])[).])\**+\s+(?!(?:is|are|was|and|or|not|must|can|may|might|would|could|does|seems)\b)(?:(?![.!?]\s)[^\n])*+\s*+"
 )

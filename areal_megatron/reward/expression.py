@@ -50,6 +50,7 @@ _SAME = [
     (r"\\leq(?:slant)?(?![A-Za-z])|≤", r"\\le"),
     (r"\\geq(?:slant)?(?![A-Za-z])|≥", r"\\ge"),
     (r"\\neq(?![A-Za-z])|≠", r"\\ne"),
+    (r"(\\[A-Za-z]+) ?\{([A-Za-z])\}", r"\1 \2"),
     (r"\{([A-Za-z0-9])\}", r"\1"),
 ]
 """Ways to write one thing, for texts that cannot be read."""
@@ -355,7 +356,7 @@ class _Comparison:
 
     def _same_answers(self, given: Formula, known: Formula) -> bool:
         """Compares whole answers: intervals in all their forms, lists of values with or without names, relations."""
-        if _is_set_of_one(known) and known.parts[0] != _EMPTY:
+        if _is_set_of_one(known) and known.parts[0] != _EMPTY and not names_of(known):  # {x}: the fractional part of x?
             known, given = known.parts[0], given.parts[0] if _is_set_of_one(given) else given
         ours, theirs = intervals_of(given), intervals_of(known)
         if ours and theirs and (given.kind, known.kind) != ("bracket", "bracket"):
@@ -593,7 +594,7 @@ def _items(node: Formula) -> tuple[list[_Item], str] | None:
         parts = (node,)
     elif node.kind == "bracket":
         parts, around = node.parts, str(node.value)
-    elif (only := _item(node)) and only.name and only.value.kind in ("bracket", "list") and only.value.value == "{}":
+    elif (only := _item(node)) and only.name and _is_set(only.value):
         return [_Item(only.name, value) for part in only.value.parts for value in _alternatives(part)], ""
     elif only and only.name and only.name.kind == "bracket" and only.value.kind == "bracket":
         if len(only.name.parts) != len(only.value.parts) or only.value.value != "()":
@@ -610,6 +611,10 @@ def _items(node: Formula) -> tuple[list[_Item], str] | None:
     if len(items) > 1 and items[0].name and not any(item.name for item in items[1:]) and not around:
         items = [_Item(items[0].name, item.value) for item in items]  # x = 1, 2
     return items, around
+
+
+def _is_set(node: Formula) -> bool:
+    return node.kind in ("bracket", "list") and node.value == "{}" and (len(node.parts) > 1 or not names_of(node))
 
 
 def _by_letter(items: list[_Item]) -> list[Formula]:

@@ -232,7 +232,7 @@ class _Reader:
                         continue
                     base = _marked(base, mark.kind)
                     continue
-                base = Formula("power", (base, self._argument()))
+                base = self._derivative(base) or Formula("power", (base, self._argument()))
             elif self.take("*") if self.next.kind == "*" and self.tokens[self.at + 1].kind == "*" else None:
                 self.expect("*")
                 base = Formula("power", (base, self._signed_power()))
@@ -252,6 +252,16 @@ class _Reader:
                 base = Formula(base.kind, base.parts, f"{base.value}_{_text_of(self._argument())}")
             else:
                 return base
+
+    def _derivative(self, base: Formula) -> Formula | None:
+        """Reads the (n) of f^{(n)}, which is no power: a derivative or the number of one of several."""
+        kinds = [token.kind for token in self.tokens[self.at : self.at + 5]]
+        if base.kind != "name" or base.value in ("e", "i") or kinds[:2] + kinds[3:] != ["{", "(", ")", "}"]:
+            return None
+        token = self.tokens[self.at + 2]
+        self.at += 5
+        mark = "'" * int(token.text) if token.text in ("1", "2", "3") else f"({token.text})"
+        return _marked(base, mark)
 
     def _is_defined(self, base: Formula) -> bool:
         """Whether P(x) = follows, where P is any symbol at the beginning of a formula."""
@@ -414,6 +424,8 @@ class _Reader:
             return Formula("name", value=f"{name} {''.join(letters)}")
         if name == "emptyset" or name.lower() in _GREEK:
             return Formula("name", value=name)
+        if name in _OPERATORS:
+            raise NotRead(f"the operation \\{name}")
         return Formula("command", value=name)
 
     def environment(self, name: str) -> Formula:
@@ -446,6 +458,9 @@ class _Reader:
 
 _ENDS = ("separator", "end of text", ")", "]", "}", "\\}", "row", "&", "end", "such that")
 _STYLES = words("mathbb mathcal mathfrak mathscr vec hat bar overline overrightarrow widehat tilde dot underline")
+_OPERATORS = words(
+    "circ otimes oplus ominus odot star bullet diamond bigcirc bowtie boxtimes ltimes rtimes wr uplus amalg sqcap sqcup"
+)
 _ENVIRONMENTS = words("pmatrix bmatrix matrix smallmatrix vmatrix Bmatrix cases aligned array")
 _GREEK = words(
     "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau "

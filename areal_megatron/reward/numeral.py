@@ -96,7 +96,7 @@ _UNIT = re.compile(
     r"|(?P<word>[A-Za-zµ]+|¢)|(?P<power>\^ ?\{? ?-?[1-4] ?\}?|[²³])|(?P<sign>[/·]|\\cdot(?![A-Za-z])))"
 )
 _WORD = re.compile(r"[A-Za-zµ]+")
-_UNIT_TEXT = re.compile(r"(?:[A-Za-zµ .,'’/°²³%¢-]|\\%|\\cdot|\^ ?\{?-?[1-4]\}?)*")
+_UNIT_TEXT = re.compile(r"(?:[A-Za-zµ .,'’/°²³%¢()-]|\\%|\\cdot|\^ ?\{?-?[1-4]\}?)*")
 
 
 def words(text: str) -> frozenset[str]:

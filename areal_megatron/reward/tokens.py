@@ -96,11 +96,22 @@ _AMBIGUOUS = re.compile(r"(?<=[0-9]),0[0-9]{2}(?![0-9.])")
 """In (1,000) a second element, or three digits of the first one."""
 
 
+_VECTOR = r"\\(?:vec|mathbf|boldsymbol|bm|hat|overrightarrow)(?![A-Za-z]) ?(?:\{[^{}]*\}|\\?[A-Za-z]+) ?"
+_INVERSE = r" ?\^ ?(?:T(?![A-Za-z])|\{ ?(?:-1|T|\\top|\\(?:mathrm|text) ?\{ ?T ?\}) ?\})"
+_ORDERED = re.compile(
+    rf"{_VECTOR}\\times(?![A-Za-z]) ?{_VECTOR}"
+    rf"|(?<![a-z\\{{])[A-Z]{_INVERSE} ?[A-Z]|(?<![a-z\\{{])[A-Z] ?[A-Z]{_INVERSE}"
+)
+"""Products whose factors may not be exchanged: of vectors, and of what looks like a matrix, A^{-1}B."""
+
+
 def prepared(text: str) -> str:
     """Returns a text with one character or command for each of several that mean the same. Raises NotRead for one of
-    more than LONGEST_BARE characters."""
+    more than LONGEST_BARE characters, and for a product that is not one of numbers."""
     if len(text) > LONGEST_BARE:
         raise NotRead(f"more than {LONGEST_BARE} characters")
+    if _ORDERED.search(text):
+        raise NotRead("a product whose factors have an order")
     text = text.strip()
     if re.fullmatch(r"<[^<>=]*,[^<>=]*>", text):
         text = f"\\langle {text[1:-1]} \\rangle"

@@ -9,6 +9,13 @@ EQUAL = [
     line.split(" ~ ")
     for line in r"""
 12 cm ~ 12 centimeters ~ 12 \text{ cm} ~ 12
+75 ~ 75\text{ (km)}
+\{75\} ~ 75 ~ x\in\{75\}
+f^{(2)}(x)=2x ~ f''(x)=2x ~ f^{(2)}(x)=x\cdot2
+f^{(n)}(x) ~ f^{(n)} (x)
+A^{-1}B ~ A^{-1} B
+\vec{a}\times\vec{b} ~ \vec a \times \vec b ~ \vec{a} \times \vec{b}
+f\circ g ~ f \circ g
 15 mins ~ 15 minutes ~ 15\text{ min}
 5 \text{ red apples} ~ 5 \text{ apples} ~ 5
 60 mph ~ 60 miles per hour ~ 60 \text{ mi/h}
@@ -739,6 +746,22 @@ p ~ p^2
 5 ~ x\ge5
 \ge 5 ~ 5
 \approx 5 ~ 5
+x ~ \{x\}
+f(x)=x ~ f(x)=\{x\}
+x+y ~ \{x+y\}
+f^{2}(x) ~ f^{(2)}(x)
+f^n(x) ~ f^{(n)}(x)
+f^{(2)}(x) ~ f^{(3)}(x)
+y^4 ~ y^{(4)}
+\vec a\times\vec b ~ \vec b\times\vec a
+\mathbf{a}\times\mathbf{b} ~ \mathbf{a}\cdot\mathbf{b}
+A^{-1}B ~ BA^{-1}
+P^{-1}AP ~ PAP^{-1}
+P^{-1}AP ~ A
+A^TB ~ BA^T
+f\circ g ~ g\circ f
+a\otimes b ~ b\otimes a
+a\star b ~ b\star a
 5.0001 ~ 5
 -5 ~ 5
 5i ~ 5
