@@ -44,9 +44,9 @@ from areal_megatron.config import ConfigError
 from areal_megatron.models.architecture import (
     Architecture,
     architecture,
+    of_language_model,
     read_config,
     read_whole_config,
-    takes_images,
 )
 from areal_megatron.models.names import TOWER, own
 from areal_megatron.observe.metrics import read_metrics
@@ -376,10 +376,10 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
-def check(source: Path, folder: Path, names: Collection[str]) -> bool:
-    """Prints the outcome of the parts of these names for the model that `source` describes, and returns whether all are
-    right. Raises ConfigError for a config.json without a table, and for one of which transformers makes no model."""
-    hf_config = read_config(source)
+def check(described: dict, folder: Path, names: Collection[str]) -> bool:
+    """Prints the outcome of the parts of these names for the model of a config.json, and returns whether all are right.
+    Raises ConfigError for one without a table, and for one of which transformers makes no model."""
+    hf_config = of_language_model(described)
     architecture(hf_config)
     try:
         config = tiny.shrunk(hf_config)
@@ -387,15 +387,14 @@ def check(source: Path, folder: Path, names: Collection[str]) -> bool:
             f"{key} {value} for {hf_config[key]}" for key, value in _numbers(config) if hf_config.get(key) != value
         ]
         print(f"a tiny model: {', '.join(changed)}", flush=True)
-        if takes_images(source):
-            config = tiny.with_images(read_whole_config(source), config)
+        if hf_config is not described:
+            config = tiny.with_images(described, config)
         tensors = {own(name): tensor for name, tensor in tiny.write(config, folder / MODEL).items()}
         tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(TOWER)}
     except Exception as e:  # transformers raises anything for values that it does not expect
         said = printable(" ".join(f"{type(e).__name__}: {e}".split()))
         raise ConfigError(f"config.json: no tiny model can be made of it: {said}") from None
-    described = architecture(read_config(folder / MODEL))
-    subject = Subject(folder, tensors, described, TrainerRanks())
+    subject = Subject(folder, tensors, architecture(read_config(folder / MODEL)), TrainerRanks())
     failed: set[str] = set()
     for part in (part for part in PARTS if part.name in names):
         begun = time.monotonic()
@@ -438,11 +437,12 @@ def main(arguments: Sequence[str]) -> int:
     os.environ["PYTHONWARNINGS"] = "ignore"
     names = _with_what_it_needs(options.only) if options.only else {part.name for part in PARTS}
     try:
-        architecture(read_config(options.folder))
+        described = read_whole_config(options.folder)
+        architecture(of_language_model(described))
         with tempfile.TemporaryDirectory(prefix="family-") as temporary:
             folder = (options.out or Path(temporary)).resolve()
             folder.mkdir(parents=True, exist_ok=True)
-            return 0 if check(options.folder, folder, names) else 1
+            return 0 if check(described, folder, names) else 1
     except (ConfigError, OSError) as e:
         print(f"{PROGRAM}: {e}", file=sys.stderr)
         return 2

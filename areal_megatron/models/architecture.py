@@ -139,9 +139,14 @@ class Architecture:
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
-    """Returns what config.json of a Hugging Face model folder says of its language model, as that of a model of texts
-    says it. Raises ConfigError if it is missing or no JSON object, has a key twice, or a number that is not finite."""
-    described = read_whole_config(path)
+    """Returns what config.json of a Hugging Face model folder says of its language model. Raises ConfigError if it is
+    missing or no JSON object, has a key twice, or a number that is not finite."""
+    return of_language_model(read_whole_config(path))
+
+
+def of_language_model(described: dict[str, Any]) -> dict[str, Any]:
+    """Returns what a config.json says of its language model, as that of a model of texts says it, which is returned as
+    it is. Raises ConfigError."""
     if not (language := _language(described)):
         return described
     text = described.get("text_config")

@@ -11,9 +11,16 @@ import pytest
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from areal_megatron.models.architecture import FAMILIES, architecture, read_config
+from areal_megatron.models.architecture import (
+    FAMILIES,
+    architecture,
+    read_config,
+    read_whole_config,
+    takes_images,
+)
 from tests.conftest import ROOT
 from tests.support.loading import LONGEST_S
+from tests.support.models_with_images import make_with_images
 from tools import check_family
 from tools.family import tiny
 
@@ -94,8 +101,8 @@ FAULTS = {
     ),
     "wrong-weights-of-experts": Fault(
         "areal_megatron/trainer/model.py",
-        '"moe_router_pre_softmax": not hf.norm_topk_prob',
-        '"moe_router_pre_softmax": hf.norm_topk_prob',
+        '"moe_router_pre_softmax": not getattr(hf, "norm_topk_prob", True)',
+        '"moe_router_pre_softmax": getattr(hf, "norm_topk_prob", True)',
         EXPERTS,
         "computation",
         "layer 0: the MLP differs",
@@ -265,6 +272,13 @@ FOLDERS = {
         {},
     ),
 }
+
+
+@pytest.mark.parametrize("name", ["qwen3.5", "qwen3.5-moe"])
+def test_models_with_images_are_right_in_small(tmp_path, name):
+    make_with_images(name).save_pretrained(tmp_path / "saved")
+    assert check_family.check(read_whole_config(tmp_path / "saved"), tmp_path, ["table", "conversion"])
+    assert takes_images(tmp_path / check_family.MODEL) and takes_images(tmp_path / "back")
 
 
 @pytest.mark.parametrize("name", FOLDERS)
