@@ -145,8 +145,8 @@ def read_config(path: str | Path) -> dict[str, Any]:
 
 
 def of_language_model(described: dict[str, Any]) -> dict[str, Any]:
-    """Returns what a config.json says of its language model, as that of a model of texts says it, which is returned as
-    it is. Raises ConfigError."""
+    """Returns the description of the language model alone of a model with images; of any other model its own. Raises
+    ConfigError."""
     if not (language := _language(described)):
         return described
     text = described.get("text_config")
