@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -101,7 +102,9 @@ def make_tokenizer(words: Sequence[str] = ()):
     reserved = [f"<reserved-{i}>" for i in range(VOCABULARY_SIZE - len(known))]
     ids = {token: i for i, token in enumerate(known + reserved)}
     tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\\boxed\{|</?think>|."), "isolated")
+    whole = sorted((word for word in known if len(word) > 1), key=len, reverse=True)
+    pieces = "|".join([*map(re.escape, whole), "."])
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pieces), "isolated")
     tokenizer.decoder = decoders.Fuse()
     named = {"eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<unk>"}
     speakers = [word for word in words if word.startswith("<") and "think" not in word]

@@ -188,7 +188,10 @@ def _read_override(text: str) -> Entry:
         node = yaml.compose(value, yaml.SafeLoader) or yaml.ScalarNode("tag:yaml.org,2002:str", "")
         _value(node)
     except yaml.YAMLError:
-        raise ConfigError(f"override {text!r}: the value is not YAML") from None
+        quoted = f"{key}='…'"
+        raise ConfigError(
+            f'override {text!r}: the value is not YAML: put a text into quotes of its own, "{quoted}"'
+        ) from None
     return key, node, f"override {text!r}"
 
 

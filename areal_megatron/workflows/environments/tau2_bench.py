@@ -130,7 +130,9 @@ class Tau2:
         from tau2.data_model.tasks import Task
         from tau2.evaluator import evaluator
         from tau2.orchestrator.orchestrator import Orchestrator
+        from tau2.utils import llm_utils
 
+        llm_utils.print = lambda *_: None  # it would print each answer with thinking
         self._registry, self._tasks, self._task = registry, {}, Task
         self._orchestrator, self._evaluator, self._steps = Orchestrator, evaluator, steps
         self._agent, self._user = spoken_only(LLMAgent), spoken_only(registry.get_user_constructor(user))

@@ -123,6 +123,7 @@ def test_every_default_is_allowed_and_every_key_is_explained_or_plain():
         (MINIMAL + "  grup_size: 8\n", [], ["c.yaml:10", "rollout.grup_size", "rollout.group_size"]),
         (MINIMAL + "optimiser:\n  lr: 1\n", [], ["c.yaml:10", "optimiser", "'optimizer'"]),
         (MINIMAL, ["ppo.clipp=0.1"], ["override 'ppo.clipp=0.1'", "ppo.clip"]),
+        (MINIMAL, ["name={a}{b}"], ["override 'name={a}{b}': the value is not YAML", "\"name='…'\""]),
         (MINIMAL, ["lr=0.1"], ["optimizer.lr"]),
         (MINIMAL, ["batch_size=many"], ["batch_size", "many"]),
         (MINIMAL, ["eval_every=10"], ["override 'eval_every=10': unknown key 'eval_every', did you mean 'eval.every'"]),
