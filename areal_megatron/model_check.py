@@ -157,6 +157,8 @@ def _check_vocabulary(config: Config, path: str) -> None:
     size, own = (read_config(folder)["vocab_size"] for folder in (path, config.model.path))
     if size < own:
         raise ConfigError(f"model.path: {path} has {size} tokens, fewer than the {own} of {config.model.path}")
+    if (k := config.ppo.penalty.top_k) > own:
+        raise ConfigError(f"ppo.penalty.kl_top_k: {k}, but {config.model.path} has {own} tokens in all")
 
 
 def _check_served(config: Config, name: str, weights: bool) -> None:

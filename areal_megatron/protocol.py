@@ -23,7 +23,7 @@ from areal_megatron.reshard.session import LinkRef
 from areal_megatron.run.folder import SecretKeys
 from areal_megatron.run.zeromq import open_socket
 
-PROTOCOL = 10
+PROTOCOL = 11
 
 
 class Hello(msgspec.Struct, tag=True):

@@ -254,6 +254,8 @@ class CorrectionConfig:
 
 SERVED_TEACHER = "served.teacher"
 """The kl_model that is a served one."""
+EXACT_KL = ("forward", "reverse")
+"""The forms of kl_form that are divergences themselves, and no estimates from sampled tokens."""
 
 
 @dataclass
@@ -264,8 +266,11 @@ class PenaltyConfig:
     """Coefficient of the entropy bonus."""
     kl: float = key(0.0, at_least=0)
     """Coefficient of the KL divergence from the weights of model.path, which the trainers then keep a copy of."""
-    kl_form: str = key("k2", choices=("k1", "k2", "k3"), needs="kl")
-    """Estimator of that divergence, after Schulman; k1 is subtracted from the advantages."""
+    kl_form: str = key("k2", choices=("k1", "k2", "k3", "forward", "reverse"), needs="kl")
+    """Estimator of that divergence, after Schulman; k1 is subtracted from the advantages. `forward`, `reverse`: the
+    divergence from served.teacher itself, over the tokens that it finds likeliest."""
+    kl_top_k: int = key(16, at_least=1, needs="kl")
+    """How many these are, with kl_form=forward or reverse; all others count as one."""
     kl_model: str = key("", needs="kl")
     """Hugging Face directory, or name on the hub, of another model that the divergence is from: a teacher, of any size,
     with the tokenizer of model.path (docs/algorithms.md, "Distillation"). `served.teacher`: the engines of that model
@@ -283,13 +288,18 @@ class PenaltyConfig:
         return self.kl > 0 and self.kl_model == SERVED_TEACHER
 
     @property
+    def top_k(self) -> int:
+        """How many of a teacher's likeliest tokens the divergence is over; 0 where it is of the sampled ones."""
+        return self.kl_top_k if self.asks_teacher and self.kl_form in EXACT_KL else 0
+
+    @property
     def kl_folder(self) -> str:
         """The folder of another model that the trainers keep; empty without one."""
         return "" if self.kl_model == SERVED_TEACHER else self.kl_model
 
     @property
     def coefficients(self) -> dict[str, float]:
-        """Name (`entropy`, `kl_k1`, `kl_k2`, `kl_k3`, `kl_cov`) → coefficient of each penalty that is on."""
+        """Name (`entropy`, `kl_k1`, `kl_forward`, `kl_cov` and the like) → coefficient of each penalty that is on."""
         named = {"entropy": self.entropy, f"kl_{self.kl_form}": self.kl, "kl_cov": self.kl_cov}
         return {name: coefficient for name, coefficient in named.items() if coefficient}
 

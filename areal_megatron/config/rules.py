@@ -13,6 +13,7 @@ from areal_megatron.config import passed_through
 from areal_megatron.config.algorithms import PUBLISHED
 from areal_megatron.config.fields import (
     CRITIC_ALGORITHMS,
+    EXACT_KL,
     SERVED,
     TRACKERS,
     Config,
@@ -289,10 +290,19 @@ def _check_penalties(ppo: PPOConfig, require: Require) -> None:
         "has to know the proximal policy before the loss: it needs ppo.objective=decoupled or naive",
     )
     require(
-        p.kl_weighted or (p.kl and p.kl_form != "k1"),
+        p.kl_weighted or (p.kl and p.kl_form in ("k2", "k3")),
         "ppo.penalty.kl_weighted",
         "would change nothing: it is about ppo.penalty.kl with kl_form=k2 or k3"
-        + (", and k1 is a reward" if p.kl else ""),
+        + (", and k1 is a reward" if p.kl and p.kl_form == "k1" else ""),
+    )
+    exact = p.kl_form in EXACT_KL
+    require(
+        not exact or p.asks_teacher,
+        "ppo.penalty.kl_form",
+        f"{p.kl_form} compares what engines find likeliest: set ppo.penalty.kl_model=served.teacher, or k1, k2 or k3",
+    )
+    require(
+        exact or _is_default(p, "kl_top_k"), "ppo.penalty.kl_top_k", "has no meaning without kl_form=forward or reverse"
     )
     require(
         ppo.rewards or bool(p.coefficients),

@@ -228,7 +228,11 @@ class Generation:
 
     def _is_scored(self, trajectories: Sequence[Trajectory]) -> bool:
         """Whether the trajectories have what the teacher says of their tokens, if it is asked."""
-        return not self._teacher or all(len(t.reference) or not t.loss_mask.any() for t in trajectories)
+        top_k = self._config.ppo.penalty.top_k
+        return not self._teacher or all(
+            (len(t.reference) or not t.loss_mask.any()) and len(t.likely_tokens) == top_k * t.loss_mask.sum()
+            for t in trajectories
+        )
 
     def _reason_to_skip(self, prompt: Prompt) -> str:
         fits = self._sampler.of(prompt).fits(len(prompt.tokens))

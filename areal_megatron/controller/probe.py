@@ -112,10 +112,10 @@ class Probe:
         except EngineError as e:
             log.warning("version %d is not compared with the trainers': %s", version, e)
             return None
-        if any(scored_by != version for _, scored_by in answered):
+        if any(scored.version != version for scored in answered):
             return None
         pairs = zip(answered, asked, strict=True)
-        return np.concatenate([logprobs[excerpt.compared[1:] == 1] for (logprobs, _), excerpt in pairs])
+        return np.concatenate([scored.logprobs[excerpt.compared[1:] == 1] for scored, excerpt in pairs])
 
     def _compare(self, number: int, version: int) -> None:
         if number not in self._trainers or number not in self._engine:

@@ -1,4 +1,5 @@
-"""Asks served.teacher how likely it finds what was sampled, for the KL divergence from it (ppo.penalty.kl_model)."""
+"""Asks served.teacher how likely it finds what was sampled, and what it finds likeliest, for the KL divergence from it
+(ppo.penalty.kl_model)."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ import numpy as np
 
 from areal_megatron.config import Config
 from areal_megatron.data.trajectory import Trajectory
-from areal_megatron.engine.client import EngineClient, EngineError
+from areal_megatron.engine.client import EngineClient, EngineError, ScoredText
+from areal_megatron.models.architecture import read_config
 from areal_megatron.process.lateness import now
 from areal_megatron.run.folder import RunError, RunFolder, served_name
 
@@ -21,6 +23,8 @@ _AT_ONCE = 32
 """Most requests to an engine at the same time: more would wait there, and their time would run out."""
 _RETRY_S = 1.0
 _REMIND_S = 60.0
+_UNKNOWN = -100.0
+"""The log-probability of a token of the teacher's that the policy does not have, and the least of any token."""
 
 
 class Teacher:
@@ -35,14 +39,15 @@ class Teacher:
     def __init__(self, config: Config, run: RunFolder):
         self._model, self._away_s, self._run, self._token = config.served.teacher, config.reward.away_s, run, run.token
         self._adapter = _NAME if self._model.adapter else ""
+        self._top_k, self._vocabulary = config.ppo.penalty.top_k, read_config(config.model.path)["vocab_size"]
         self._clients: dict[str, EngineClient] = {}
         """By endpoint, which is another one when an engine has been started again."""
         self._room = asyncio.Semaphore(_AT_ONCE * self._model.engines)
         self._asked = 0
 
     async def score(self, trajectories: Sequence[Trajectory]) -> None:
-        """Sets `reference` of all trajectories with trained tokens. While the engines are away they are waited for;
-        raises RunError if that takes longer than reward.away_s."""
+        """Sets `reference` of all trajectories with trained tokens and, where they are asked, the likeliest tokens.
+        While the engines are away they are waited for; raises RunError if that takes longer than reward.away_s."""
         async with asyncio.TaskGroup() as group:
             for trajectory in trajectories:
                 if trajectory.loss_mask.any():
@@ -51,11 +56,17 @@ class Teacher:
     async def _score(self, trajectory: Trajectory) -> None:
         tokens = [*trajectory.prompt.tolist(), *trajectory.response.tolist()]
         async with self._room:
-            logprobs = await self._logprobs(tokens)
-        trajectory.reference = logprobs[len(trajectory.prompt) - 1 :]
+            found = await self._scored(tokens)
+        first = len(trajectory.prompt) - 1
+        trajectory.reference = found.logprobs[first:]
+        if self._top_k:
+            trained = trajectory.loss_mask == 1
+            likely, logprobs = found.likely_tokens[first:][trained], found.likely_logprobs[first:][trained]
+            known = likely < self._vocabulary
+            trajectory.likely_tokens = np.where(known, likely, np.int32(-1)).ravel()
+            trajectory.likely_logprobs = np.where(known, logprobs, np.float32(_UNKNOWN)).clip(_UNKNOWN).ravel()
 
-    async def _logprobs(self, tokens: list[int]) -> np.ndarray:
-        """Returns the log-probabilities of all tokens but the first."""
+    async def _scored(self, tokens: list[int]) -> ScoredText:
         began = reminded = now()
         while True:
             problem = ""
@@ -63,7 +74,7 @@ class Teacher:
                 try:
                     client, self._asked = self._client(served_name(_NAME, index)), self._asked + 1
                     request_id = f"{_NAME}-{self._asked}"
-                    return (await client.score(tokens, request_id=request_id, adapter=self._adapter))[0]
+                    return await client.score(tokens, request_id=request_id, top_k=self._top_k, adapter=self._adapter)
                 except (EngineError, RunError) as e:
                     problem = str(e)
             if (away_s := now() - began) > self._away_s:

@@ -59,6 +59,11 @@ class Trajectory(msgspec.Struct, kw_only=True):
     reference: np.ndarray = msgspec.field(default_factory=lambda: np.zeros(0, np.float32))
     """float32 [R], log-probability of each token by served.teacher. Empty where that is not asked, or where no token is
     trained."""
+    likely_tokens: np.ndarray = msgspec.field(default_factory=lambda: np.zeros(0, np.int32))
+    """int32 [trained tokens, k], flat: the tokens that served.teacher finds likeliest in the place of each, in order;
+    -1 for one that the policy does not have. Empty without ppo.penalty.kl_form=forward or reverse."""
+    likely_logprobs: np.ndarray = msgspec.field(default_factory=lambda: np.zeros(0, np.float32))
+    """float32 [trained tokens, k], flat: their log-probabilities by served.teacher."""
     routes: np.ndarray = msgspec.field(default_factory=lambda: np.zeros(0, np.uint8))
     """uint8 or uint16 [tokens, layers, k], flat: the experts that the engine's routers chose for every token but the
     last, which the engine never computed with. Empty without rollout.replay_routes."""

@@ -27,7 +27,10 @@ class RawAnswer(msgspec.Struct, gc=False):
     routes: RawArray | None = None
     """The experts of its tokens, if they were asked for."""
     prompt_logprobs: bytes = b""
-    """float32 [tokens of the prompt − 1], of all but its first, if they were asked for."""
+    """float32 [tokens of the prompt − 1, 1 + k], of all but its first and of the k likeliest tokens in the place of
+    each, if they were asked for."""
+    prompt_tokens: bytes = b""
+    """int32 of the same shape: the tokens that these are of."""
 
 
 class RawArray(msgspec.Struct, gc=False):

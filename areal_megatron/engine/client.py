@@ -62,6 +62,20 @@ class Completion:
 
 
 @dataclass(frozen=True)
+class ScoredText:
+    """What a model says of a text of n tokens: how likely it finds each but the first, given those before it."""
+
+    logprobs: np.ndarray
+    """float32 [n − 1], at temperature 1"""
+    version: int
+    """The policy version that computed them or, if it changed meanwhile, the last one."""
+    likely_tokens: np.ndarray
+    """int32 [n − 1, k], the likeliest tokens in the place of each, the likeliest first"""
+    likely_logprobs: np.ndarray
+    """float32 [n − 1, k]"""
+
+
+@dataclass(frozen=True)
 class Load:
     """How busy an engine is: its requests, and the tokens that it has generated."""
 
@@ -202,12 +216,11 @@ class EngineClient:
             raise EngineError(f"{self.name} at {self.endpoint}: unreadable answer to {request_id}: {e}") from None
 
     async def score(
-        self, tokens: list[int], *, request_id: str, cache_salt: str | None = None, adapter: str = ""
-    ) -> tuple[np.ndarray, int]:
-        """Returns the log-probability of each token but the first, float32 [n − 1], given those before it, and the
-        version by which they were computed or, if it changed meanwhile, the last one. The temperature is 1. `adapter`:
-        see `generate`."""
-        sampling = {"max_tokens": 1, "logprobs": 0, "prompt_logprobs": 0, "detokenize": False, "ignore_eos": True}
+        self, tokens: list[int], *, request_id: str, top_k: int = 0, cache_salt: str | None = None, adapter: str = ""
+    ) -> ScoredText:
+        """Returns the log-probability of each token but the first, and of the `top_k` likeliest ones in its place.
+        `adapter`: see `generate`."""
+        sampling = {"max_tokens": 1, "logprobs": 0, "prompt_logprobs": top_k, "detokenize": False, "ignore_eos": True}
         body = {"request_id": request_id, "token_ids": tokens, "sampling_params": sampling}
         if cache_salt is not None:
             body["cache_salt"] = cache_salt
@@ -217,12 +230,13 @@ class EngineClient:
         try:
             (answer,) = answers.decode(raw)
             (version,) = versions_of_tokens(answer.versions, 1)
-            logprobs = np.frombuffer(answer.prompt_logprobs, np.float32)
-            if len(logprobs) != len(tokens) - 1:
+            logprobs = np.frombuffer(answer.prompt_logprobs, np.float32).reshape(-1, 1 + top_k)
+            found = np.frombuffer(answer.prompt_tokens, np.int32).reshape(-1, 1 + top_k)
+            if not len(logprobs) == len(found) == len(tokens) - 1:
                 raise ValueError(f"{len(logprobs)} log-probabilities of {len(tokens)} tokens")
         except (msgspec.MsgspecError, ValueError) as e:
             raise EngineError(f"{self.name} at {self.endpoint}: unreadable answer to {request_id}: {e}") from None
-        return logprobs, int(version)
+        return ScoredText(logprobs[:, 0], int(version), found[:, 1:], logprobs[:, 1:])
 
     async def abort(self, prefix: str) -> None:
         """Ends the requests of `generate` whose ids begin with `prefix`; each returns what it has sampled."""

@@ -87,4 +87,5 @@ def _raw(output: CompletionOutput, prompt: FlatLogprobs | None) -> RawAnswer:
         finish_reason=output.finish_reason,
         routes=None if output.routed_experts is None else RawArray.of(output.routed_experts),
         prompt_logprobs=b"" if prompt is None else np.array(prompt.logprobs, np.float32).tobytes(),
+        prompt_tokens=b"" if prompt is None else np.array(prompt.token_ids, np.int32).tobytes(),
     )

@@ -109,6 +109,8 @@ def arguments(config: Config, name: str) -> list[str]:
         words += ["--runner", "pooling"]
     else:
         words += ["--generation-config", "vllm", "--hf-overrides", json.dumps(overrides(config))]
+    if name == "teacher" and config.ppo.penalty.top_k:
+        words += ["--max-logprobs", str(config.ppo.penalty.top_k)]
     if config.machine.is_cpu:
         return words + cpu_arguments(config, hf_config)
     if name == "teacher" and config.ppo.penalty.asks_teacher:

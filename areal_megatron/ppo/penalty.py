@@ -12,6 +12,11 @@ which is equal only near the reference (Liu et al., arXiv 2510.01555).
 Tokens are of π_behav, not of π_θ. Times ρ = π_θ/π_behav the means are those over tokens of π_θ: k2 with ρ as a mere
 number has the right gradient again, and k3 with a ρ that has a gradient, too, the right value and the right gradient
 (DeepSeek-V3.2, arXiv 2512.02556, "Unbiased KL Estimate").
+
+`kl_forward` and `kl_reverse` estimate nothing: they are divergences of two distributions over k + 1 outcomes, the k
+tokens that a teacher finds likeliest in a place, and any other token. By the data-processing inequality each is at
+most the divergence over the whole vocabulary, and it is 0 only if both give the k tokens the same probabilities: what
+the student puts on other tokens costs it, though the teacher names none of them.
 """
 
 from __future__ import annotations
@@ -31,6 +36,8 @@ IN_REWARD, COVARIANT = "kl_k1", "kl_cov"
 `most_covariant`."""
 _LARGEST = 700.0
 """The exponential of this is a float64."""
+_LEAST_REST = 1e-6
+"""The other tokens have this probability at least: below it 1 less a sum of float32 numbers says nothing."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +58,10 @@ class PenaltyTokens:
     """log π_ref; None without a KL penalty."""
     covariant: Tensor | None = None
     """bool: whether `most_covariant` has chosen the token; None without kl_cov."""
+    likely: Tensor | None = None
+    """log π_θ of the tokens that a teacher finds likeliest, [N, k], with a gradient; None where they are not asked."""
+    taught: Tensor | None = None
+    """Their log-probabilities by the teacher, [N, k]."""
 
 
 def entropy_bonus(tokens: PenaltyTokens) -> Tensor:
@@ -78,6 +89,25 @@ def kl_cov(tokens: PenaltyTokens) -> Tensor:
     return (tokens.current - tokens.proximal).abs() * tokens.covariant
 
 
+def kl_forward(tokens: PenaltyTokens) -> Tensor:
+    """KL(π_teacher ‖ π_θ) of the teacher's likeliest tokens and of all others together."""
+    own, taught = _with_rest(tokens.likely), _with_rest(tokens.taught)
+    return (taught.exp() * (taught - own)).sum(1)
+
+
+def kl_reverse(tokens: PenaltyTokens) -> Tensor:
+    """KL(π_θ ‖ π_teacher) of the same."""
+    own, taught = _with_rest(tokens.likely), _with_rest(tokens.taught)
+    return (own.exp() * (own - taught)).sum(1)
+
+
+def _with_rest(logprobs: Tensor) -> Tensor:
+    """Returns the log-probabilities [N, k] and that of all other tokens together, float64 [N, k + 1]."""
+    logprobs = logprobs.double()
+    rest = (1 - logprobs.exp().sum(1, keepdim=True)).clamp(min=_LEAST_REST)
+    return torch.cat([logprobs, rest.log()], 1)
+
+
 def k3(drift: Tensor) -> Tensor:
     """Schulman's k3 estimate of KL(a ‖ b) from each token of a, float64, never negative; drift is log b − log a."""
     drift = drift.double()
@@ -89,6 +119,8 @@ PENALTIES: dict[str, Callable[[PenaltyTokens], Tensor]] = {
     "kl_k2": kl_k2,
     "kl_k3": kl_k3,
     COVARIANT: kl_cov,
+    "kl_forward": kl_forward,
+    "kl_reverse": kl_reverse,
 }
 """Name → penalty of each token, [N]."""
 

@@ -72,7 +72,7 @@ class MicroBatch:
         return untrained
 
     def of_all_ranks(self, values: Tensor) -> Tensor:
-        """Returns [N] from this rank's values [n], the same on all context-parallel ranks. Collective.
+        """Returns [N, …] from this rank's values [n, …], the same on all context-parallel ranks. Collective.
 
         Each rank may go on to compute the whole loss, as if it were alone: only its own values have a gradient.
         """
@@ -85,7 +85,7 @@ class _OfAllRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx, values, own, count, group):
         ctx.own = own
-        joined = values.new_zeros(count)
+        joined = values.new_zeros((count, *values.shape[1:]))
         joined[own] = values
         dist.all_reduce(joined, group=group)
         return joined
@@ -121,6 +121,10 @@ class PPOMicroBatch:
     """Log-probabilities before this batch's first step; None if they equal the current ones or are interpolated."""
     reference: Tensor | None = None
     """Log-probabilities under the reference model, or by a teacher; None without one."""
+    likely_tokens: Tensor | None = None
+    """int64 [N, k]: the tokens that a teacher finds likeliest in the place of each; None where they are not asked."""
+    likely_logprobs: Tensor | None = None
+    """float32 [N, k]: their log-probabilities by the teacher."""
     values: Tensor | None = None
     """The critic's values of the states before the tokens, before this batch's first step; None without a critic."""
     returns: Tensor | None = None
@@ -198,6 +202,7 @@ def pack_trajectories(
     routing: Routing | None = None,
     bundles: Sequence[int] = (),
     taught: bool = False,
+    top_k: int = 0,
 ) -> PPOMicroBatch:
     """Packs trajectories into one micro-batch, with the advantages (one for all of its trained tokens, or one for each)
     and the weight of each one's tokens.
@@ -205,8 +210,8 @@ def pack_trajectories(
     `version` is the one that is trained. `proximal` stays None, `kept` is True everywhere. Routes are replayed if
     `routing` is given. `bundles` holds the sizes of consecutive groups of trajectories with a common prompt. The row
     holds such a prompt once but for its last token, which predicts the first token of each answer. By default none
-    share. `taught`: the reference is what a teacher said of the trajectories. Raises ConfigError for routes of another
-    model.
+    share. `taught`: the reference is what a teacher said of the trajectories, with the `top_k` likeliest tokens of each
+    place. Raises ConfigError for routes of another model.
     """
     trained = _joined([t.loss_mask for t in trajectories], np.bool_)
     microbatch = pack(
@@ -237,6 +242,9 @@ def pack_trajectories(
         columns["reference"] = _joined([t.reference for t in trajectories if len(t.reference)], np.float32)[
             _joined([t.loss_mask for t in trajectories if len(t.reference)], np.bool_)
         ]
+    if top_k:
+        columns["likely_tokens"] = _joined([t.likely_tokens for t in trajectories], np.int64).reshape(-1, top_k)
+        columns["likely_logprobs"] = _joined([t.likely_logprobs for t in trajectories], np.float32).reshape(-1, top_k)
     return PPOMicroBatch(microbatch, **{name: to_device(values, part.device) for name, values in columns.items()})
 
 

@@ -57,22 +57,25 @@ def tile_of(device: torch.device) -> int:
 def token_logprobs(
     hidden: Tensor, weight: Tensor, rows: Tensor, labels: Tensor, vocabulary: Vocabulary, *, entropy: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns log p(labels[i]) after the token at rows[i], and if asked for the `entropy` of that distribution in nats:
-    float32 [N] each.
+    """Returns log p(labels[i]) after the token at rows[i], float32 of the shape of `labels`, and if asked for the
+    `entropy` of that distribution in nats, float32 [N].
 
     hidden: the final hidden states of a micro-batch on the last pipeline stage, [T, 1, h] ([T / tp, 1, h] under
-    sequence parallelism). weight: [padded vocabulary / tp, h]. rows, labels: int64 [N]. Both results are the same on
-    all tensor-parallel ranks.
+    sequence parallelism). weight: [padded vocabulary / tp, h]. rows: int64 [N]. labels: int64 [N], or [N, L] for
+    several tokens in the same place. Both results are the same on all tensor-parallel ranks.
     """
     group = parallel_state.get_tensor_model_parallel_group()
-    return _TokenLogprobs.apply(_predicting(hidden, rows, vocabulary), weight, labels, vocabulary, group, entropy)
+    columns = labels[:, None] if labels.dim() == 1 else labels
+    predicting = _predicting(hidden, rows, vocabulary)
+    found, entropies = _TokenLogprobs.apply(predicting, weight, columns, vocabulary, group, entropy)
+    return found.view(labels.shape), entropies
 
 
 @torch.no_grad()
 def likeliest(hidden: Tensor, weight: Tensor, rows: Tensor, labels: Tensor, vocabulary: Vocabulary) -> Tensor:
     """Returns whether no token is likelier than labels[i] after the token at rows[i], bool [N]; the arguments are those
     of `token_logprobs`."""
-    shard = _Shard(weight, labels, vocabulary, parallel_state.get_tensor_model_parallel_group())
+    shard = _Shard(weight, labels[:, None], vocabulary, parallel_state.get_tensor_model_parallel_group())
     hidden = _predicting(hidden, rows, vocabulary)
     target = torch.zeros(len(labels), dtype=torch.float32, device=hidden.device)
     top = torch.full_like(target, torch.finfo(torch.float32).min)
@@ -81,7 +84,7 @@ def likeliest(hidden: Tensor, weight: Tensor, rows: Tensor, labels: Tensor, voca
         for tokens in shard.tokens:
             logits = shard.logits(hidden[tokens], layer)
             own, column = shard.labels(tokens, columns)
-            target[tokens] += logits.gather(1, column)[:, 0].where(own, 0)
+            target[tokens] += logits.gather(1, column).where(own, 0)[:, 0]
             top[tokens] = torch.maximum(top[tokens], logits.amax(-1))
     return shard.reduce(target, dist.ReduceOp.SUM) >= shard.reduce(top, dist.ReduceOp.MAX)
 
@@ -99,7 +102,8 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, labels, vocabulary, group, entropy):
         shard = _Shard(weight, labels, vocabulary, group)
-        target, total = torch.zeros((2, len(labels)), dtype=torch.float32, device=hidden.device)
+        target = torch.zeros(labels.shape, dtype=torch.float32, device=hidden.device)
+        total = target.new_zeros(len(labels))
         top = torch.full_like(total, torch.finfo(torch.float32).min)
         weighted = torch.zeros_like(total) if entropy else None
         for columns in shard.columns:
@@ -107,26 +111,29 @@ class _TokenLogprobs(torch.autograd.Function):
             for tokens in shard.tokens:
                 logits = shard.logits(hidden[tokens], layer)
                 own, column = shard.labels(tokens, columns)
-                target[tokens] += logits.gather(1, column)[:, 0].where(own, 0)
+                target[tokens] += logits.gather(1, column).where(own, 0)
                 sums = [x[tokens] for x in (top, total, weighted) if x is not None]
                 for old, new in zip(sums, fold(logits, *sums), strict=True):
                     old.copy_(new)
         highest = shard.reduce(top.clone(), dist.ReduceOp.MAX)
-        parts = torch.stack([target, *_shifted(top - highest, total, weighted)])
-        target, total, *weighted = shard.reduce(parts, dist.ReduceOp.SUM)
+        parts = torch.cat([target.T, torch.stack(_shifted(top - highest, total, weighted))])
+        parts = shard.reduce(parts, dist.ReduceOp.SUM)
+        target, (total, *weighted) = parts[: labels.size(1)].T, parts[labels.size(1) :]
         log_total = total.log()
         entropies = log_total - weighted[0] / total if entropy else None
         ctx.shard = shard
         ctx.save_for_backward(hidden, weight, highest + log_total, entropies)
         ctx.set_materialize_grads(False)
-        return target - highest - log_total, entropies
+        return target - highest[:, None] - log_total[:, None], entropies
 
     @staticmethod
     def backward(ctx, d_logprobs, d_entropies):
         hidden, weight, normalisers, entropies = ctx.saved_tensors
         shard = ctx.shard
-        d_logprobs = torch.zeros_like(normalisers) if d_logprobs is None else d_logprobs / shard.temperature
-        known = (normalisers, d_logprobs)
+        if d_logprobs is None:
+            d_logprobs = torch.zeros(shard.own_labels.shape, dtype=normalisers.dtype, device=normalisers.device)
+        d_logprobs = d_logprobs / shard.temperature
+        known = (normalisers, d_logprobs.sum(1))
         if d_entropies is not None:
             known += (entropies, d_entropies / shard.temperature)
         d_hidden = torch.zeros_like(hidden, dtype=torch.float32)
@@ -138,7 +145,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 logits = shard.logits(hidden[tokens], layer)
                 d_logits = slopes(logits, *(x[tokens] for x in known))
                 own, column = shard.labels(tokens, columns)
-                d_logits.scatter_add_(1, column, d_logprobs[tokens].where(own, 0)[:, None])
+                d_logits.scatter_add_(1, column, d_logprobs[tokens].where(own, 0))
                 d_logits = d_logits.to(hidden.dtype)
                 _add_product(d_hidden[tokens], d_logits, own_weight)
                 if d_own_weight is not None:
@@ -175,10 +182,10 @@ class _Shard:
         return logits if self.temperature == 1 else logits.div_(self.temperature)
 
     def labels(self, tokens: slice, columns: slice) -> tuple[Tensor, Tensor]:
-        """Returns whether each label is in these columns, [n], and in which of them, [n, 1], any if it is not."""
+        """Returns whether each label is in these columns and in which of them, any if it is not: [n, L] both."""
         label = self.own_labels[tokens] - columns.start
         column = label.clamp(0, columns.stop - columns.start - 1)
-        return column == label, column[:, None]
+        return column == label, column
 
     def reduce(self, values: Tensor, operation: dist.ReduceOp) -> Tensor:
         if self.group.size() > 1:

@@ -59,7 +59,9 @@ class Objective:
         `taken`: the optimizer steps since the batch began; at 0 the current policy is the trained version. `seen` gets
         the sums of in_flight.py, which are of that version.
         """
-        current, entropy = trained_logprobs(self._policy, self._sampled, hidden, sampled.microbatch, entropy=True)
+        asked, others = (self._policy, self._sampled, hidden, sampled.microbatch), sampled.likely_tokens
+        found, entropy = trained_logprobs(*asked, entropy=True, others=others)
+        current, likely = (found, None) if others is None else (found[:, 0], found[:, 1:])
         now, behaviour = current.detach(), sampled.behaviour
         proximal = self._proximal(sampled, now, taken)
         advantages = penalised(sampled.advantages, now, sampled.reference, self._penalty)
@@ -73,6 +75,9 @@ class Objective:
                 self._ratio_cap,
                 sampled.reference,
                 sampled.covariant,
+                # a token that the policy does not have counts as one of the others
+                None if likely is None else likely.where(others >= 0, sampled.likely_logprobs),
+                sampled.likely_logprobs,
             ),
             self._penalty,
         )
@@ -112,11 +117,23 @@ class Objective:
 
 
 def trained_logprobs(
-    policy: Policy, vocabulary: Vocabulary, hidden: Tensor, microbatch: MicroBatch, *, entropy: bool = False
+    policy: Policy,
+    vocabulary: Vocabulary,
+    hidden: Tensor,
+    microbatch: MicroBatch,
+    *,
+    entropy: bool = False,
+    others: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Returns the log-probability of each trained token of all context-parallel ranks, and if asked for the `entropy`
-    of its distribution: float32 [N] each, from the final hidden states of the policy, or of a frozen model."""
+    of its distribution: float32 [N] each, from the final hidden states of the policy, or of a frozen model.
+
+    With `others`, int64 [N, k], the log-probabilities are [N, 1 + k], of these tokens in the place of each, too.
+    """
     rows, labels = microbatch.rows, microbatch.labels
+    if others is not None:
+        own_others = others if microbatch.own is None else others[microbatch.own]
+        labels = torch.cat([labels[:, None], own_others], 1)
     own = token_logprobs(hidden, policy.output_weight, rows, labels, vocabulary, entropy=entropy)
     return tuple(values if values is None else microbatch.of_all_ranks(values) for values in own)
 

@@ -218,6 +218,7 @@ class PPO:
             routing=self._routing,
             bundles=[len(bundle) for bundle in bundles],
             taught=self._config.ppo.penalty.asks_teacher,
+            top_k=self._config.ppo.penalty.top_k,
         )
 
     def _advantages(self, part: BatchPart) -> tuple[list[np.ndarray], dict[str, float]]:

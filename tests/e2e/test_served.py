@@ -5,6 +5,7 @@ import os
 import signal
 from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,7 +15,7 @@ from areal_megatron.observe.metrics import read_metrics
 from areal_megatron.run.folder import RunFolder
 from tests.e2e.test_run import small
 from tests.support.adapter_oracle import adapted_oracle, write_adapter
-from tests.support.training_oracle import response_logprobs
+from tests.support.training_oracle import distributions, response_logprobs
 
 SAMPLES, BEST, TOKENS = 4, 9, 6
 
@@ -83,7 +84,8 @@ def test_a_student_learns_from_a_teacher_that_is_killed_meanwhile(local_run, wor
         "served.teacher.path": world / "model",
         "served.teacher.adapter": adapter,
         "ppo.penalty.kl": 1,
-        "ppo.penalty.kl_form": "k1",
+        "ppo.penalty.kl_form": "forward",
+        "ppo.penalty.kl_top_k": 4,
         "ppo.penalty.kl_model": "served.teacher",
         "ppo.rewards": False,
         "rollout.dump": True,
@@ -105,6 +107,10 @@ def test_a_student_learns_from_a_teacher_that_is_killed_meanwhile(local_run, wor
         for trajectory in read_dump(path).trajectories[::8]:
             with torch.no_grad():
                 expected = response_logprobs(teacher, trajectory, 1.0)
+                whole = distributions(teacher, np.concatenate((trajectory.prompt, trajectory.response)), 1.0)
             torch.testing.assert_close(torch.tensor(trajectory.reference), expected, atol=1e-4, rtol=0)
+            likeliest = whole[len(trajectory.prompt) - 1 :][trajectory.loss_mask == 1].topk(4).values
+            told = torch.tensor(trajectory.likely_logprobs).view(-1, 4)
+            torch.testing.assert_close(told, likeliest, atol=1e-4, rtol=0)
             compared += len(expected)
     assert compared > 100

@@ -82,7 +82,7 @@ def test_a_text_is_scored_at_temperature_1_beside_sampling_whatever_is_cached(ru
         beside = asyncio.create_task(generate(client, max_tokens=300, stop_tokens=[], request_id="beside"))
         [answer] = await generate(client, n=1, max_tokens=300, stop_tokens=[], request_id="text")
         text = [*PROMPT, *answer.tokens.tolist()]
-        found = [await client.score(text, request_id=f"scored-{k}") for k in range(2)]
+        found = [await client.score(text, request_id=f"scored-{k}", top_k=5 * k) for k in range(2)]
         await beside
         await client.set_version(0)
         return text, found
@@ -90,10 +90,15 @@ def test_a_text_is_scored_at_temperature_1_beside_sampling_whatever_is_cached(ru
     text, found = ask(run, scored)
     with torch.no_grad():
         logits = reference(torch.tensor([text])).logits[0, :-1]
-    expected = torch.log_softmax(logits, -1).gather(-1, torch.tensor(text[1:])[:, None])[:, 0]
-    for logprobs, version in found:
-        assert version == 3
-        np.testing.assert_allclose(logprobs, expected.numpy(), atol=1e-4)
+    distributions = torch.log_softmax(logits, -1)
+    expected = distributions.gather(-1, torch.tensor(text[1:])[:, None])[:, 0]
+    for scored, k in zip(found, (0, 5), strict=True):
+        assert scored.version == 3
+        np.testing.assert_allclose(scored.logprobs, expected.numpy(), atol=1e-4)
+        assert scored.likely_tokens.shape == (len(text) - 1, k)
+        named = distributions.gather(-1, torch.from_numpy(scored.likely_tokens.astype(np.int64)))
+        np.testing.assert_allclose(scored.likely_logprobs, named.numpy(), atol=1e-4)
+        np.testing.assert_allclose(scored.likely_logprobs, distributions.topk(k).values.numpy(), atol=1e-4)
 
 
 def test_answers_say_what_vllms_own_route_says(run):

@@ -65,7 +65,7 @@ def test_log_probabilities_are_those_of_transformers_but_for_rounding(run, half)
         options = {"n": 1, "max_tokens": LIMIT, "temperature": 1.0, "stop_tokens": [], "request_id": "answer"}
         (completion,) = await client.generate(PROMPT, **options)
         tokens = [*PROMPT, *completion.tokens.tolist()]
-        return tokens, completion.logprobs, (await client.score(tokens[:-1], request_id="scored"))[0]
+        return tokens, completion.logprobs, (await client.score(tokens[:-1], request_id="scored")).logprobs
 
     tokens, sampled, scored = ask(run, answered)
     exact = expected(half, torch.float32, tokens)

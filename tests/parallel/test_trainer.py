@@ -10,6 +10,7 @@ from areal_megatron.config import CorrectionConfig, CriticConfig, OptimizerConfi
 from areal_megatron.ppo.algorithm import ALGORITHMS
 from areal_megatron.run.folder import RunFolder
 from areal_megatron.trainer.optimizer import schedule
+from tests.support.plain_results import LIKELY
 from tests.support.soaking import with_soaked
 from tests.support.tiny_models import MODELS, save_model
 
@@ -143,11 +144,18 @@ VARIANTS = {
     },
     "run-distilled": {"penalty": PenaltyConfig(kl=1.0, kl_form="k1", kl_model="llama"), "rewards": False},
     "run-taught": {"penalty": PenaltyConfig(kl=1.0, kl_form="k1", kl_model="served.teacher"), "rewards": False},
+    **{
+        f"run-taught-{form}": {
+            "penalty": PenaltyConfig(kl=0.7, kl_form=form, kl_model="served.teacher", kl_top_k=LIKELY, entropy=0.1)
+        }
+        for form in ("forward", "reverse")
+    },
     "run-critic": {"critic": CriticConfig(lr=2e-3, gamma=0.99, gae_lambda=0.9, clip=0.3)},
     "run-critic-warms-up": {"algorithm": "ppo_sequence", "critic": CriticConfig(lr=1e-3, warmup=1)},
 }
 """Settings of PPO: all corrections, on tokens and on whole sequences; dual clip; the interpolated proximal policy; all
-penalties; a teacher of another family, and one that engines serve; critics."""
+penalties; a teacher of another family, and one that engines serve, asked for tokens sampled and for the likeliest;
+critics."""
 
 
 @pytest.fixture(scope="session")

@@ -21,6 +21,8 @@ from tests.support.tiny_models import load_oracle
 
 TOKENS = 100
 """All ids below are tokens of every tiny model."""
+LIKELY = 5
+"""So many tokens a teacher names in each place."""
 ROWS = [[70, 3, 1, 34, 33, 8, 2], [50], [1]]
 """The lengths of the sequences of each packed row."""
 UPDATES = SFT_STEPS = 2
@@ -96,6 +98,7 @@ def minibatch(
 ) -> tuple[list[Trajectory], list[np.ndarray], list[torch.Tensor], list[torch.Tensor]]:
     """Returns the trajectories of a mini-batch, their advantages, proximal and reference log-probabilities."""
     trajectories, random = make_trajectories(9, version=0, seed=2, group=3), np.random.default_rng(3)
+    _teach(trajectories)
     proximals, references = (
         [
             torch.from_numpy(t.logprobs + random.normal(0, deviation, len(t.logprobs)).astype(np.float32))
@@ -104,6 +107,19 @@ def minibatch(
         for deviation in (0.2, 0.4)
     )
     return trajectories, oracle.advantages(trajectories, algorithm), proximals, references
+
+
+def _teach(trajectories: list[Trajectory]) -> None:
+    """Gives each trained token what a teacher finds likeliest in its place: LIKELY tokens, of which the student lacks
+    one now and then, with up to 0.9 of the probability together."""
+    random = np.random.default_rng(9)
+    for t in trajectories:
+        count = int(t.loss_mask.sum())
+        tokens = [random.choice(TOKENS, LIKELY, replace=False) for _ in range(count)]
+        shares = random.dirichlet(np.ones(LIKELY), count) * random.uniform(0.3, 0.9, (count, 1))
+        t.likely_tokens = np.array(tokens, np.int32).reshape(-1)
+        t.likely_logprobs = np.log(shares).astype(np.float32).reshape(-1)
+        t.likely_tokens[::17], t.likely_logprobs[::17] = -1, -100
 
 
 def critic_minibatch() -> tuple[list[Trajectory], list[torch.Tensor], list[torch.Tensor]]:
@@ -145,6 +161,7 @@ def update_data() -> tuple[list[Trajectory], list[list[int]]]:
     for t in trajectories:  # what a served teacher says
         if t.loss_mask.any():
             t.reference = (t.logprobs + told.normal(0, 0.4, len(t.logprobs))).astype(np.float32)
+    _teach(trajectories)
     return trajectories, [order[:6], order[6:]]
 
 

@@ -259,6 +259,28 @@ def kl(current: Tensor, behaviour: Tensor, reference: Tensor, config: Config) ->
     ) * weight * (ratio - 1 - ratio.log())
 
 
+def divergences(model: torch.nn.Module, t: Trajectory, config: Config) -> Tensor:
+    """Returns the divergence between student and teacher in the place of each trained token, [n]: over the teacher's
+    likeliest tokens, and all others of the vocabulary together."""
+    k, form = config.ppo.penalty.top_k, config.ppo.penalty.kl_form
+    logprobs = distributions(model, np.concatenate((t.prompt, t.response)), config.rollout.temperature)
+    found, of_places = [], logprobs[len(t.prompt) - 1 + np.flatnonzero(t.loss_mask)]
+    for number, own in enumerate(of_places.double().exp()):
+        tokens, told = (values[number * k : number * k + k] for values in (t.likely_tokens, t.likely_logprobs))
+        likely = torch.zeros(len(own), dtype=torch.bool)
+        likely[tokens[tokens >= 0].tolist()] = True
+        teacher = torch.zeros(len(own), dtype=torch.float64)
+        teacher[tokens[tokens >= 0].tolist()] = torch.from_numpy(told[tokens >= 0].astype(np.float64)).exp()
+        outcomes = (teacher, 1 - teacher.sum()), (own, own[~likely].sum())
+        p, q = (torch.cat([values[likely], rest[None]]) for values, rest in outcomes)
+        found.append(torch.distributions.kl_divergence(*map(_categorical, (p, q) if form == "forward" else (q, p))))
+    return torch.stack(found)
+
+
+def _categorical(probabilities: Tensor) -> torch.distributions.Categorical:
+    return torch.distributions.Categorical(probs=probabilities)
+
+
 def ppo_loss(
     model,
     trajectories,
@@ -299,7 +321,10 @@ def ppo_loss(
         advantage = advantage - penalty.get("kl_k1", 0) * (current.detach() - reference)
         behaviour = torch.from_numpy(t.logprobs.copy())[trained]
         drift, lag = current - proximal[trained], proximal[trained].double() - behaviour
-        costs = kl(current, behaviour, reference, config) - penalty.get("entropy", 0) * entropy
+        costs = kl(current, behaviour, reference, config)
+        if config.ppo.penalty.top_k:
+            costs = config.ppo.penalty.kl * divergences(model, t, config).to(current.dtype)
+        costs = costs - penalty.get("entropy", 0) * entropy
         costs = costs + penalty.get("kl_cov", 0) * drift.abs() * marked[trained]
         if algorithm == "gspo":  # one ratio and one weight a sequence
             drift, lag = drift.mean().expand(len(trained)), lag.mean().expand(len(trained))

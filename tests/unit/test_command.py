@@ -84,7 +84,7 @@ def test_modules_of_the_folder_are_found_as_with_python_m(areal, world, tmp_path
             {"rollout.max_new_tokens=", "rollout.max_pass_rate=", "rollout.max_running=", "rollout.max_staleness="},
         ),
         ("areal train configs/tiny_cpu.yaml --dry-run name=x ppo.penalty.kl_c", {"kl_cov=", "kl_cov_share="}),
-        ("areal submit c.yaml --nodes 2 ppo.penalty.kl_form=", {"k1", "k2", "k3"}),
+        ("areal submit c.yaml --nodes 2 ppo.penalty.kl_form=", {"k1", "k2", "k3", "forward", "reverse"}),
         ("areal plan c.yaml machine.shared=", {"true", "false"}),
         ("areal train c.yaml --python=x nosuch", set()),
         ("areal engines d", {"drain "}),

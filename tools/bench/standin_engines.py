@@ -77,7 +77,8 @@ def answers(version: str, tokens: int, group: int, variant: int) -> bytes:
 def scores(version: str, tokens: int) -> bytes:
     """Returns the body of an answer to POST /sample that asks for the log-probabilities of a prompt."""
     sampled = {"tokens": bytes(4), "logprobs": bytes(4), "versions": [(version, 0, 1)], "finish_reason": "length"}
-    return encode([RawAnswer(**sampled, prompt_logprobs=np.full(tokens - 1, -1.0, np.float32).tobytes())])
+    scored = {"prompt_logprobs": np.full(tokens - 1, -1.0, np.float32), "prompt_tokens": np.zeros(tokens - 1, np.int32)}
+    return encode([RawAnswer(**sampled, **{name: values.tobytes() for name, values in scored.items()})])
 
 
 async def nothing(_: web.Request) -> web.Response:

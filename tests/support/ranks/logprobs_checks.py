@@ -25,6 +25,7 @@ def check(folder: Path, rank: int, tp: int) -> None:
             check_float32(rank, tp, Vocabulary(size, 0.7, tile, sequence_parallel=tp > 1), tokens=29)
         for tokens, temperature in ((0, 0.7), (1, 1.0), (300, 1.0)):
             check_float32(rank, tp, Vocabulary(83, temperature, 300, sequence_parallel=False), tokens)
+        check_several(rank, tp)
         check_steep(rank, tp)
         for dtype in (torch.bfloat16, torch.float16):
             check_half(rank, tp, dtype)
@@ -75,6 +76,29 @@ def check_float32(rank: int, tp: int, vocabulary: Vocabulary, tokens: int) -> No
     assert_near(found(rank, tp, given, vocabulary, entropy=True), expected, 1e-6, 1e-6)
     logprobs, *_ = found(rank, tp, given, vocabulary, entropy=False)
     torch.testing.assert_close(logprobs.double(), expected[0], atol=1e-6, rtol=1e-6)
+
+
+def check_several(rank: int, tp: int) -> None:
+    """Log-probabilities of several tokens in the same place, the same one twice among them; -1 is none of them."""
+    for tokens, tile in ((29, 1), (29, 300), (0, 300)):
+        vocabulary = Vocabulary(83, 0.7, tile, sequence_parallel=tp > 1)
+        hidden, weight, rows, labels = inputs(vocabulary.size, tokens, 0.5, torch.float32)
+        several = torch.stack([labels, labels, labels.flip(0), torch.zeros_like(labels)], 1)
+        factors = torch.linspace(-1, 2, several.numel()).view(several.shape)
+        exact_hidden, exact_weight = (x.double().requires_grad_() for x in (hidden, weight))
+        logits = exact_hidden[rows, 0] @ exact_weight[: vocabulary.size].T / vocabulary.temperature
+        expected = logits.log_softmax(-1).gather(1, several)
+        (factors * expected).sum().backward()
+        own_hidden = hidden.chunk(tp)[rank] if tp > 1 else hidden
+        own_hidden, own_weight = (x.detach().clone().requires_grad_() for x in (own_hidden, weight.chunk(tp)[rank]))
+        asked = torch.cat([several, torch.full_like(labels, -1)[:, None]], 1)
+        ours, _ = token_logprobs(own_hidden, own_weight, rows, asked, vocabulary)
+        (factors * ours[:, :-1]).sum().backward()
+        torch.testing.assert_close(ours[:, :-1].double(), expected, atol=1e-6, rtol=1e-6)
+        assert ours.isfinite().all()
+        exact_hidden, exact_weight = exact_hidden.grad.chunk(tp)[rank], exact_weight.grad.chunk(tp)[rank]
+        for gradient, right in ((own_hidden.grad, exact_hidden), (own_weight.grad, exact_weight)):
+            assert (gradient.double() - right).norm() <= 1e-6 * right.norm()
 
 
 def check_steep(rank: int, tp: int) -> None:

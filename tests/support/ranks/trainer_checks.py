@@ -212,6 +212,7 @@ class MiniBatch:
                 subject._part,
                 subject.ppo._routing,
                 [len(bundle) for bundle in bundles],
+                top_k=subject.config.ppo.penalty.top_k,
             )
             batch.proximal, batch.reference = (
                 torch.cat([torch.zeros(0), *(values[i][self.trajectories[i].loss_mask == 1] for i in members)])

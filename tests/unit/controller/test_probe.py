@@ -10,7 +10,7 @@ from areal_megatron.controller.changed import Changed
 from areal_megatron.controller.engine import Engine
 from areal_megatron.controller.probe import EXCERPTS, Probe, excerpts
 from areal_megatron.data.trajectory import Trajectory
-from areal_megatron.engine.client import EngineError
+from areal_megatron.engine.client import EngineError, ScoredText
 from areal_megatron.observe.status import EngineState
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.run.folder import RunError
@@ -76,7 +76,8 @@ class Client:
         self.asked.append((request_id, cache_salt))
         logprobs = -np.array(tokens[1:], np.float32) / 1000
         logprobs[::10] += self.off
-        return logprobs, self.version
+        nothing = np.zeros((len(logprobs), 0), np.float32)
+        return ScoredText(logprobs, self.version, nothing.astype(np.int32), nothing)
 
 
 def of_trainers(found):

@@ -86,6 +86,19 @@ def test_a_loss_and_its_gradient_are_finite_where_those_of_the_formula_are(name,
     assert not any(value.isnan() for value in sums.values()), "infinite at most"
 
 
+@pytest.mark.parametrize("name", ["kl_forward", "kl_reverse"])
+def test_divergences_from_a_teacher_are_finite_where_one_is_sure(name):
+    """The student, the teacher, or both, of the same token or of others."""
+    sure = torch.tensor([[-1e-8, -40.0, -100.0], [-100.0, 0.0, -100.0], [-100.0, -100.0, -100.0], [-2.0, -2.0, -2.0]])
+    for own, taught in product(sure, sure):
+        own = own[None].clone().requires_grad_()
+        tokens = PenaltyTokens(own[:, 0], own[:, 0], own[:, 0], likely=own, taught=taught[None])
+        found = penalty(tokens, {name: 1.0})
+        (gradient,) = torch.autograd.grad(found.sum(), own)
+        assert found.isfinite().all() and gradient.isfinite().all() and found > -1e-5
+        assert bool((own.detach()[0] == taught).all()) == (abs(found.item()) < 1e-9)
+
+
 @pytest.mark.parametrize("cap", [None, math.inf, 5.0])
 @pytest.mark.parametrize("name", ["kl_k2", "kl_k3"])
 def test_a_penalty_and_its_gradient_are_finite_where_those_of_the_formula_are(name, cap):

@@ -304,6 +304,24 @@ def test_means_of_kl_penalties_over_all_tokens(name, weighted, has_mean, has_gra
     assert expected.norm() > 0.1
 
 
+@pytest.mark.parametrize("name", ["kl_forward", "kl_reverse"])
+def test_divergences_from_a_teacher_are_those_of_the_whole_vocabulary_or_less(name):
+    """With all tokens named they are equal; with some, those of the distributions in which all others are one."""
+    logits, current, reference = policies()
+    for named in ([*range(7)], [4, 1, 6, 0, 2, 3], [2, 5]):
+        others = [token for token in range(7) if token not in named]
+        coarse = [
+            torch.cat([p[named], p[others].exp().sum().log()[None]]) if others else p for p in (current, reference)
+        ]
+        truth = plain_kl(*coarse) if name == "kl_reverse" else plain_kl(*reversed(coarse))
+        given = {"likely": current[None, named], "taught": reference[None, named]}
+        (found,) = penalties(current[:1], None, {name: 1.0}, **given)
+        assert found.item() == pytest.approx(truth.item(), rel=1e-6)
+        expected, ours = (torch.autograd.grad(value, logits, retain_graph=True)[0] for value in (truth, found))
+        np.testing.assert_allclose(ours.numpy(), expected.numpy(), atol=1e-6)
+        assert expected.norm() > 0.05
+
+
 @pytest.mark.parametrize("name", ["kl_k2", "kl_k3"])
 def test_weighted_kl_penalties_are_right_on_tokens_of_an_older_policy(name):
     """DeepSeek-V3.2: with the ratio to the policy that sampled, the mean over its tokens is that over the policy's own.
