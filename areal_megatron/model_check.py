@@ -185,7 +185,7 @@ def _check_served(config: Config, name: str, weights: bool) -> None:
                 f"model.path: {own.path} is no reward model but a {model.name}; mode=reward_model trains one"
             )
         _check_heads(alone, model.dimensions)
-        if name == "teacher" and config.ppo.penalty.asks_teacher:
+        if name in config.teachers:
             _check_vocabulary(config, own.path)
         if weights:
             _check_files(Path(own.path), engines_read=True)

@@ -122,6 +122,7 @@ def config_of_run(options: argparse.Namespace, folder: Path) -> Config:
         trained.environments = [replace(own, max_new_tokens=0) for own in trained.environments]
     if options.reward:
         trained.environments = [replace(own, reward="") for own in trained.environments]
+    trained.environments = [replace(own, teacher="") for own in trained.environments]
     if not any(own.data.eval for own in trained.by_environment()):
         raise ConfigError(f"{folder} has no data.eval: name the data, areal evaluate {folder} DATA")
     for place in (trained.data, *trained.environments):

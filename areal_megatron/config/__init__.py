@@ -3,6 +3,7 @@
 from areal_megatron.config.fields import (
     CRITIC_ALGORITHMS,
     SERVED,
+    TEACHERS,
     TRACKERS,
     CheckpointConfig,
     Config,
@@ -37,6 +38,7 @@ from areal_megatron.config.rules import check
 __all__ = [
     "CRITIC_ALGORITHMS",
     "SERVED",
+    "TEACHERS",
     "TRACKERS",
     "CheckpointConfig",
     "Config",

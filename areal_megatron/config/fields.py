@@ -253,7 +253,7 @@ class CorrectionConfig:
 
 
 SERVED_TEACHER = "served.teacher"
-"""The kl_model that is a served one."""
+"""The kl_model that is a served one, or several."""
 EXACT_KL = ("forward", "reverse")
 """The forms of kl_form that are divergences themselves, and no estimates from sampled tokens."""
 
@@ -274,7 +274,7 @@ class PenaltyConfig:
     kl_model: str = key("", needs="kl")
     """Hugging Face directory, or name on the hub, of another model that the divergence is from: a teacher, of any size,
     with the tokenizer of model.path (docs/algorithms.md, "Distillation"). `served.teacher`: the engines of that model
-    are asked. Empty: model.path."""
+    are asked, or of the teacher that a row names. Empty: model.path."""
     kl_weighted: bool = True
     """k2 and k3 are times π_θ/π_behav, up to ppo.correction.truncate, since older policies sampled the tokens."""
     kl_cov: float = key(0.0, at_least=0)
@@ -612,7 +612,9 @@ class RewardConfig:
         return ":" in self.function and "://" not in self.function
 
 
-SERVED = ("user", "judge", "teacher", "reward")
+TEACHERS = ("teacher", "teacher_2", "teacher_3")
+"""The served models that distillation asks, each for the rows that name it."""
+SERVED = ("user", "judge", *TEACHERS, "reward")
 """The names of the models that may be served beside the policy, as ServedConfig has them."""
 
 
@@ -650,6 +652,8 @@ class ServedConfig:
     user: ServedModelConfig = field(default_factory=ServedModelConfig)
     judge: ServedModelConfig = field(default_factory=ServedModelConfig)
     teacher: ServedModelConfig = field(default_factory=ServedModelConfig)
+    teacher_2: ServedModelConfig = field(default_factory=ServedModelConfig)
+    teacher_3: ServedModelConfig = field(default_factory=ServedModelConfig)
     reward: ServedModelConfig = field(default_factory=ServedModelConfig)
 
 
@@ -716,6 +720,9 @@ class EnvironmentConfig:
     """Its `reward.function`; empty: that."""
     group_reward: str = ""
     """Its `reward.group_function`; empty: that."""
+    teacher: str = key("", choices=("", *TEACHERS))
+    """Which of the served teachers its answers are compared with, with ppo.penalty.kl_model=served.teacher; a row that
+    names another in its column `teacher` is that one's. Empty: `teacher`."""
 
 
 @dataclass
@@ -789,6 +796,11 @@ class Config:
         """The models that are served beside the policy, by name."""
         named = {name: getattr(self.served, name) for name in SERVED} if self.mode == "rl" else {}
         return {name: model for name, model in named.items() if model.path}
+
+    @property
+    def teachers(self) -> list[str]:
+        """The names of the served models that are asked how likely they find what was sampled."""
+        return [name for name in TEACHERS if name in self.served_models] if self.ppo.penalty.asks_teacher else []
 
     @property
     def trainer_ranks(self) -> int:

@@ -120,7 +120,7 @@ def served_owned(name: str) -> tuple[Owned, ...]:
         Owned.of(f"use {own}.max_length", "max_model_len"),
         Owned.of("they would change what log-probabilities say", "logprobs_mode logits_processors scheduler_cls"),
         Owned.of("engines of served models keep keys and values to themselves", _TRANSFERS),
-        *(Owned.of("use ppo.penalty.kl_top_k", "max_logprobs"),) * (name == "teacher"),
+        *(Owned.of("use ppo.penalty.kl_top_k", "max_logprobs"),) * (name.startswith("teacher")),
         *_ANYWHERE,
     )
 

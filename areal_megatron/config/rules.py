@@ -152,6 +152,10 @@ def _check_served(config: Config, require: Require) -> None:
         f"the engines of {key}=served.teacher tell log-probabilities at temperature 1 alone: set it to 1, or name a "
         "folder there",
     )
+    for number, environment in enumerate(config.environments if config.mode == "rl" else ()):
+        named, place = environment.teacher, f"environments.{number}.teacher"
+        require(not named or asks, place, f"has no meaning without {key}=served.teacher")
+        require(not named or named in config.teachers, f"served.{named}.path", f"{place}={named} needs one")
     for name in config.served_models:
         require(
             not config.machine.shared,

@@ -58,7 +58,7 @@ from areal_megatron.controller.replay import Replay
 from areal_megatron.controller.sampler import Sampler
 from areal_megatron.controller.schedule import Schedule
 from areal_megatron.controller.service import Refusal, Service
-from areal_megatron.controller.teacher import Teacher
+from areal_megatron.controller.teacher import Teachers
 from areal_megatron.data.drawing import goes_on
 from areal_megatron.data.dumps import forget
 from areal_megatron.data.prompts import Prompt, read_prompts
@@ -133,9 +133,9 @@ class Controller:
             timeline=self.timeline,
             evaluation=Decoding(config.eval.temperature, config.eval.top_p, config.eval.top_k),
         )
-        self.teacher = Teacher(config, run) if config.ppo.penalty.asks_teacher else None
+        self.teachers = Teachers(config, run) if config.teachers else None
         self.generation = Generation(
-            config, self.schedule, self.sampler, prompts, self.changed, tokenizer, self.teacher
+            config, self.schedule, self.sampler, prompts, self.changed, tokenizer, self.teachers
         )
         self.evaluations = EvaluationQueue(
             Evaluation(config, self.sampler, held_out, self.changed, tokenizer.decode, self.answers),
@@ -213,8 +213,8 @@ class Controller:
     async def close(self) -> None:
         self.service.close()
         await self.environments.close()
-        if self.teacher:
-            await self.teacher.close()
+        if self.teachers:
+            await self.teachers.close()
         await self.fleet.close()
         timelines = [engine.timeline for engine in self.fleet.engines]
         await asyncio.to_thread(close_all, [self.status, self.answers, self.metrics, self.timeline, *timelines])

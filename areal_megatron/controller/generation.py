@@ -21,7 +21,7 @@ from areal_megatron.controller.failures import FailedAnswers
 from areal_megatron.controller.sampler import Sampler
 from areal_megatron.controller.schedule import Group, Schedule
 from areal_megatron.controller.state import ControllerState, InterruptedGroup
-from areal_megatron.controller.teacher import Teacher
+from areal_megatron.controller.teacher import Teachers
 from areal_megatron.data.prompts import Prompt, cursor, drawing_of
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.data.trajectory import Trajectory
@@ -56,12 +56,12 @@ class Generation:
         prompts: list[Prompt],
         changed: Changed,
         tokenizer: Tokenizer | None = None,
-        teacher: Teacher | None = None,
+        teachers: Teachers | None = None,
     ):
         """`changed` says when another group may be admitted, and is notified of groups that finish; checkpoints name
-        the `tokenizer` of the prompts. `teacher`: whom the trainers need log-probabilities of."""
+        the `tokenizer` of the prompts. `teachers`: whom the trainers need log-probabilities of."""
         self._config, self._schedule, self._sampler, self._changed = config, schedule, sampler, changed
-        self._prompts, self._teacher = prompts, teacher
+        self._prompts, self._teachers = prompts, teachers
         self.drawing = drawing_of(config, prompts, tokenizer)
         """That of the prompts, from the beginning."""
         self._by_id = {prompt.id: prompt for prompt in prompts}
@@ -227,9 +227,9 @@ class Generation:
         return len(answers) == self._config.rollout.group_size and resumes
 
     def _is_scored(self, trajectories: Sequence[Trajectory]) -> bool:
-        """Whether the trajectories have what the teacher says of their tokens, if it is asked."""
+        """Whether the trajectories have what a teacher says of their tokens, if one is asked."""
         top_k = self._config.ppo.penalty.top_k
-        return not self._teacher or all(
+        return not self._teachers or all(
             (len(t.reference) or not t.loss_mask.any()) and len(t.likely_tokens) == top_k * t.loss_mask.sum()
             for t in trajectories
         )
@@ -258,8 +258,8 @@ class Generation:
         sampled = await self._sampler.with_terms(prompt, sampled)
         numbered, discount = enumerate(sampled, group.number * n), self._config.reward.turn_discount
         trajectories = [*chain(*(_samples(group, uid, ended, discount) for uid, ended in numbered))]
-        if self._teacher:
-            await self._teacher.score(trajectories)
+        if self._teachers:
+            await self._teachers.score(prompt.teacher, trajectories)
         self._failed_answers.add(ended.score.failure for ended in sampled)
         known = [ended.score for ended in sampled if not ended.score.failed]
         if len(known) < min(_FEWEST_SCORED, n):

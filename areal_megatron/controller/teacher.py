@@ -1,5 +1,5 @@
-"""Asks served.teacher how likely it finds what was sampled, and what it finds likeliest, for the KL divergence from it
-(ppo.penalty.kl_model)."""
+"""Asks served teachers how likely they find what was sampled, and what they find likeliest, for the KL divergence from
+them (ppo.penalty.kl_model)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from areal_megatron.process.lateness import now
 from areal_megatron.run.folder import RunError, RunFolder, served_name
 
 log = logging.getLogger(__name__)
-_NAME = "teacher"
 _AT_ONCE = 32
 """Most requests to an engine at the same time: more would wait there, and their time would run out."""
 _RETRY_S = 1.0
@@ -27,33 +26,44 @@ _UNKNOWN = -100.0
 """The log-probability of a token of the teacher's that the policy does not have, and the least of any token."""
 
 
-class Teacher:
-    """The engines of served.teacher. Make and use it in one event loop.
+class Teachers:
+    """The engines of the teachers of a run. Make and use it in one event loop.
 
     Example:
-        teacher = Teacher(config, RunFolder(config.run_dir))
-        await teacher.score(trajectories)
+        teachers = Teachers(config, RunFolder(config.run_dir))
+        await teachers.score("teacher", trajectories)
         print(trajectories[0].reference)
     """
 
     def __init__(self, config: Config, run: RunFolder):
-        self._model, self._away_s, self._run, self._token = config.served.teacher, config.reward.away_s, run, run.token
-        self._adapter = _NAME if self._model.adapter else ""
+        self._all = {name: _Teacher(name, config, run) for name in config.teachers}
+
+    async def score(self, name: str, trajectories: Sequence[Trajectory]) -> None:
+        """Sets `reference` of all trajectories with trained tokens to what this teacher says and, where they are asked,
+        the likeliest tokens. While its engines are away they are waited for; raises RunError if that takes longer than
+        reward.away_s."""
+        async with asyncio.TaskGroup() as group:
+            for trajectory in trajectories:
+                if trajectory.loss_mask.any():
+                    group.create_task(self._all[name].score(trajectory))
+
+    async def close(self) -> None:
+        for teacher in self._all.values():
+            await teacher.close()
+
+
+class _Teacher:
+    def __init__(self, name: str, config: Config, run: RunFolder):
+        self._name, self._model = name, config.served_models[name]
+        self._away_s, self._run, self._token = config.reward.away_s, run, run.token
+        self._adapter = name if self._model.adapter else ""
         self._top_k, self._vocabulary = config.ppo.penalty.top_k, read_config(config.model.path)["vocab_size"]
         self._clients: dict[str, EngineClient] = {}
         """By endpoint, which is another one when an engine has been started again."""
         self._room = asyncio.Semaphore(_AT_ONCE * self._model.engines)
         self._asked = 0
 
-    async def score(self, trajectories: Sequence[Trajectory]) -> None:
-        """Sets `reference` of all trajectories with trained tokens and, where they are asked, the likeliest tokens.
-        While the engines are away they are waited for; raises RunError if that takes longer than reward.away_s."""
-        async with asyncio.TaskGroup() as group:
-            for trajectory in trajectories:
-                if trajectory.loss_mask.any():
-                    group.create_task(self._score(trajectory))
-
-    async def _score(self, trajectory: Trajectory) -> None:
+    async def score(self, trajectory: Trajectory) -> None:
         tokens = [*trajectory.prompt.tolist(), *trajectory.response.tolist()]
         async with self._room:
             found = await self._scored(tokens)
@@ -72,16 +82,16 @@ class Teacher:
             problem = ""
             for index in random.sample(range(self._model.engines), self._model.engines):
                 try:
-                    client, self._asked = self._client(served_name(_NAME, index)), self._asked + 1
-                    request_id = f"{_NAME}-{self._asked}"
+                    client, self._asked = self._client(served_name(self._name, index)), self._asked + 1
+                    request_id = f"{self._name}-{self._asked}"
                     return await client.score(tokens, request_id=request_id, top_k=self._top_k, adapter=self._adapter)
                 except (EngineError, RunError) as e:
                     problem = str(e)
             if (away_s := now() - began) > self._away_s:
-                raise RunError(f"served.{_NAME}: away for {away_s:.0f} s (reward.away_s): {problem}")
+                raise RunError(f"served.{self._name}: away for {away_s:.0f} s (reward.away_s): {problem}")
             if now() - reminded > _REMIND_S:
                 reminded = now()
-                log.warning("answers have waited %.0f s for served.%s: %s", away_s, _NAME, problem)
+                log.warning("answers have waited %.0f s for served.%s: %s", away_s, self._name, problem)
             await asyncio.sleep(_RETRY_S)
 
     def _client(self, engine: str) -> EngineClient:

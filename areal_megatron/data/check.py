@@ -47,11 +47,12 @@ def check_data(
     penalty = config.ppo.penalty
     if penalty.kl_folder:
         tokenizer.check_same(penalty.kl_folder, "ppo.penalty.kl_model")
-    if penalty.asks_teacher:
-        tokenizer.check_same(config.served.teacher.path, "served.teacher.path")
+    for name in config.teachers:
+        tokenizer.check_same(config.served_models[name].path, f"served.{name}.path")
     _check_weights(config)
     train = _read(config, "train", tokenizer, problems_of, say)
     _check_served(config, train)
+    _check_teachers(config, train)
     cursor(config, train)
     _check_pass_rates(config, train)
     _check_environments(config, train)
@@ -82,6 +83,17 @@ def _check_served(config: Config, prompts: Sequence[Prompt]) -> None:
         if own.reward.of_model:
             asked = [prompt for prompt in prompts if prompt.environment == number]
             readers["reward"].prompts([prompt.text for prompt in asked], [prompt.where for prompt in asked])
+
+
+def _check_teachers(config: Config, prompts: Sequence[Prompt]) -> None:
+    """Raises ConfigError for a teacher whom nobody would ask: no row names it, and no workflow of the user could."""
+    if any(own.reads_rows for own in config.by_environment()):
+        return
+    for name in {*config.teachers} - {prompt.teacher for prompt in prompts}:
+        raise ConfigError(
+            f"served.{name}.path: no row would be taught by it: name it in a column `teacher` of rows, or in "
+            "environments.N.teacher"
+        )
 
 
 def _check_weights(config: Config) -> None:

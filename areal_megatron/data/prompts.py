@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from areal_megatron.config import Config, ConfigError, RewardConfig
+from areal_megatron.config import TEACHERS, Config, ConfigError, RewardConfig
 from areal_megatron.data.drawing import Drawing, digest_of, functions_of, joined, settings_of, stated
 from areal_megatron.data.files import Record, row_shares, rows
 from areal_megatron.data.formats import Chat, Item, added_sentence, read_item, text_of
 from areal_megatron.data.tokenizer import Tokenizer
+from areal_megatron.process.errors import printable
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,8 @@ class Prompt:
     """`digest_of` what the row says, by which a resumed run knows it."""
     row: dict[str, Any] | None = None
     """All columns of the row, for a reward function or workflow of the user; None without either."""
+    teacher: str = ""
+    """The served model whom answers are compared with; empty without ppo.penalty.kl_model=served.teacher."""
     chat: Chat | None = None
     """The messages of the prompt; None if its text is the only one, the user's."""
 
@@ -147,7 +150,8 @@ def read_prompts(
             reward=item.reward,
             pass_rate=pass_rate_of(record),
             where=record.where,
-            digest=digest_of_prompt(record, item, by_environment),
+            digest=digest_of_prompt(record, item, by_environment, teacher_of(record, config)),
+            teacher=teacher_of(record, config),
             row=record.row if by_environment[record.environment].reads_rows else None,
             chat=None if isinstance(item.prompt, str) else item.prompt,
         )
@@ -155,9 +159,24 @@ def read_prompts(
     ]
 
 
-def digest_of_prompt(record: Record, item: Item, environments: Sequence[Config]) -> bytes:
-    """Returns `Prompt.digest`. `environments`: the config's; a function of the user may read any column of a row."""
+def teacher_of(record: Record, config: Config) -> str:
+    """Returns `Prompt.teacher`. Raises ConfigError for a row that names no served teacher."""
+    if not config.teachers:
+        return ""
+    default = config.environments[record.environment].teacher if config.environments else ""
+    if (name := record.row.get("teacher") or default or "teacher") in config.teachers:
+        return name
+    raise ConfigError(
+        f"{record.where}: teacher is {printable(str(name))!r}, and served are {', '.join(config.teachers)}; give "
+        f"served.{TEACHERS[-1]}.path and the like for others"
+    )
+
+
+def digest_of_prompt(record: Record, item: Item, environments: Sequence[Config], teacher: str) -> bytes:
+    """Returns `Prompt.digest`. `environments`: the config's; a function of the user may read any column of a row.
+    `teacher`: the prompt's."""
     own = [stated(record.row)] if environments[record.environment].reads_rows else []
+    own += [teacher] if teacher not in ("", TEACHERS[0]) else []
     return digest_of(record.id, record.environment, item.prompt, item.answer, record.row.get("response_tokens"), *own)
 
 

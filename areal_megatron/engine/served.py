@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from areal_megatron.config import Config, ConfigError, LoraConfig, RolloutConfig
+from areal_megatron.config import TEACHERS, Config, ConfigError, LoraConfig, RolloutConfig
 from areal_megatron.config.config_file import load
 from areal_megatron.engine import adapters
 from areal_megatron.engine.adapters import Named
@@ -73,7 +73,7 @@ def longest(config: Config, name: str) -> int:
             f"served.{name}.max_length: {own.max_length}, but {own.path} has max_position_embeddings={most}"
         )
     found = own.max_length or min(config.longest_sequence + _MORE_TOKENS, most)
-    if name == "teacher" and config.ppo.penalty.asks_teacher and found <= config.longest_sequence:
+    if name in config.teachers and found <= config.longest_sequence:
         raise ConfigError(
             f"served.{name}.max_length: {found}, and for ppo.penalty.kl_model it has to be above the "
             f"{config.longest_sequence} tokens of the longest prompt and answer, data.max_prompt_tokens and "
@@ -87,7 +87,7 @@ def command(config: Config, name: str, host: str, port: int, named: Sequence[Nam
     name."""
     words = [sys.executable, "-m", "areal_megatron.engine.serving"]
     words += ["--host", host, "--port", str(port)]
-    if name == "teacher":
+    if name in TEACHERS:
         words += ["--middleware", "areal_megatron.engine.sample_route.SampleRoute"]
     words += ["--middleware", "areal_megatron.engine.guard.TokenGuard", "--disable-uvicorn-access-log"]
     if named:
@@ -109,11 +109,11 @@ def arguments(config: Config, name: str) -> list[str]:
         words += ["--runner", "pooling"]
     else:
         words += ["--generation-config", "vllm", "--hf-overrides", json.dumps(overrides(config))]
-    if name == "teacher" and config.ppo.penalty.top_k:
+    if name in TEACHERS and config.ppo.penalty.top_k:
         words += ["--max-logprobs", str(config.ppo.penalty.top_k)]
     if config.machine.is_cpu:
         return words + cpu_arguments(config, hf_config)
-    if name == "teacher" and config.ppo.penalty.asks_teacher:
+    if name in TEACHERS and config.ppo.penalty.asks_teacher:
         words += ["--max-num-batched-tokens", str(_SCORED)]
     return words
 

@@ -24,7 +24,7 @@ from areal_megatron.checkpoint.folder import SavedCheckpoint
 from areal_megatron.config import Config, ConfigError, config_file
 from areal_megatron.controller import state
 from areal_megatron.controller.schedule import FILTERED, TRAINED
-from areal_megatron.data.prompts import Cursor, digest_of_prompt, drawing_of, pass_rate_of, usable_rows
+from areal_megatron.data.prompts import Cursor, digest_of_prompt, drawing_of, pass_rate_of, teacher_of, usable_rows
 from areal_megatron.data.prompts import cursor as cursor_of
 from areal_megatron.process.shown import guard
 from areal_megatron.reward.answers import problem_with_answers
@@ -229,7 +229,7 @@ def rows_of(config: Config) -> list[AuditedRow]:
             record.source,
             record.environment,
             pass_rate_of(record),
-            digest_of_prompt(record, item, environments),
+            digest_of_prompt(record, item, environments, teacher_of(record, config)),
             record.where,
         )
         for record, item in usable_rows(config, "train", problem_with_answers)

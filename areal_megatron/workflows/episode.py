@@ -217,7 +217,7 @@ class Episode:
         return self._resources.serve(self)
 
     def served(self, name: str) -> ServedModel:
-        """Returns a model that the run serves beside the policy: "user", "judge" or "teacher". Raises ConfigError,
+        """Returns a model that the run serves beside the policy: "user", "judge" or a teacher. Raises ConfigError,
         which ends the run, if there is none of this name."""
         try:
             self._resources.served.check(name)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from areal_megatron.config import PenaltyConfig, PPOConfig, ServedConfig, ServedModelConfig
-from areal_megatron.controller.teacher import Teacher
+from areal_megatron.controller.teacher import Teachers
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.process.errors import first_cause
 from areal_megatron.reward.served import ServedModels
@@ -60,11 +60,11 @@ def test_a_teacher_tells_how_likely_it_finds_what_was_sampled(served, world):
         trajectory.prompt, trajectory.response = trajectory.prompt % 16, trajectory.response % 16
 
     async def told():
-        teacher = Teacher(config, run)
+        teachers = Teachers(config, run)
         try:
-            await asyncio.wait_for(teacher.score(trajectories), 60)
+            await asyncio.wait_for(teachers.score("teacher", trajectories), 60)
         finally:
-            await teacher.close()
+            await teachers.close()
 
     asyncio.run(told())
     adapted = adapted_oracle(world / "model", RANK, ALPHA / RANK, TARGETS)
@@ -91,11 +91,11 @@ def test_tokens_that_the_student_lacks_are_marked(served, tmp_path):
         trajectory.prompt, trajectory.response = trajectory.prompt % 11, trajectory.response % 11
 
     async def told(trajectory, path):
-        teacher = Teacher(replace(config, model=replace(config.model, path=path)), run)
+        teachers = Teachers(replace(config, model=replace(config.model, path=path)), run)
         try:
-            await asyncio.wait_for(teacher.score([trajectory]), 60)
+            await asyncio.wait_for(teachers.score("teacher", [trajectory]), 60)
         finally:
-            await teacher.close()
+            await teachers.close()
 
     asyncio.run(told(pair[0], config.model.path))
     asyncio.run(told(pair[1], str(tmp_path)))
@@ -114,7 +114,7 @@ def test_a_teacher_that_is_away_is_waited_for_and_then_ends_the_run(served):
     elsewhere.announce("teacher-0", "http://127.0.0.1:9")
 
     async def told():
-        await Teacher(gone, elsewhere).score(make_trajectories(1, version=0))
+        await Teachers(gone, elsewhere).score("teacher", make_trajectories(1, version=0))
 
     with pytest.raises(ExceptionGroup) as ended:
         asyncio.run(told())

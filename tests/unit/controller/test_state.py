@@ -15,19 +15,19 @@ from tests.unit.workflows.test_seeds import PROMPTS, Asked, setting
 
 
 class Telling:
-    """A teacher that finds every token as likely."""
+    """Teachers who find every token as likely."""
 
-    async def score(self, trajectories):
+    async def score(self, name, trajectories):
         for trajectory in trajectories:
             trajectory.reference = np.full(len(trajectory.response), -1, np.float32)
 
 
-def generation(tmp_path, prompts, group_size=2, batch_size=4, teacher=None):
+def generation(tmp_path, prompts, group_size=2, batch_size=4, teachers=None):
     """A run whose engine answers everything at once."""
     config, sampler = setting(tmp_path, Asked())
     config.rollout.group_size, config.batch_size = group_size, batch_size
     schedule = Schedule(batch_size=batch_size, group_size=group_size, max_staleness=2, updates=9)
-    return schedule, Generation(config, schedule, sampler, prompts, Changed(), teacher=teacher)
+    return schedule, Generation(config, schedule, sampler, prompts, Changed(), teachers=teachers)
 
 
 def sampled(schedule, subject):
@@ -61,13 +61,13 @@ def test_answers_that_no_teacher_has_seen_are_sampled_again_once_there_is_one(tm
     schedule, subject = generation(tmp_path, PROMPTS)
     before = sampled(schedule, subject)
     write(subject.save(), tmp_path / "state")
-    for teacher, kept in ((None, len(before)), (Telling(), 0)):
-        schedule, subject = generation(tmp_path, PROMPTS, teacher=teacher)
+    for teachers, kept in ((None, len(before)), (Telling(), 0)):
+        schedule, subject = generation(tmp_path, PROMPTS, teachers=teachers)
         subject.restore(read(tmp_path / "state"))
         assert sum(len(answers) for answers in subject._trajectories.values()) == kept
     assert sampled(schedule, subject)
     write(subject.save(), tmp_path / "told")
-    schedule, subject = generation(tmp_path, PROMPTS, teacher=Telling())
+    schedule, subject = generation(tmp_path, PROMPTS, teachers=Telling())
     subject.restore(read(tmp_path / "told"))
     answers = [t for answers in subject._trajectories.values() for t in answers]
     assert answers and all((t.reference == -1).all() and len(t.reference) == len(t.response) for t in answers)

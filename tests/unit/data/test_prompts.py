@@ -2,13 +2,15 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-from areal_megatron.config import Config, ConfigError, DataConfig, ModelConfig, RolloutConfig
+from areal_megatron.config import Config, ConfigError, DataConfig, EnvironmentConfig, ModelConfig, RolloutConfig
 from areal_megatron.data.check import check_data
 from areal_megatron.data.examples import read_examples
 from areal_megatron.data.prompts import Cursor, cursor, ranks_of, read_prompts
@@ -98,6 +100,37 @@ def test_a_teacher_with_another_tokenizer_is_refused(folder, tmp_path):
     subject.ppo.penalty.kl_model, subject.served.teacher.path = "served.teacher", str(teacher)
     with pytest.raises(ConfigError, match=r"served.teacher.path: .*another tokenizer than .*1 tokens differ, such as"):
         check_data(subject)
+
+
+def test_rows_name_their_teachers(folder, tmp_path):
+    """In a column, or by their environment; one that is not served is refused, and so is one that nobody names."""
+    named = [{"prompt": str(k), "answer": "1"} | ({"teacher": f"teacher_{k}"} if k else {}) for k in (0, 2, 3)]
+    paths = [str(tmp_path / f"{number}.jsonl") for number in range(3)]
+    for path, row in zip(paths, named, strict=True):
+        Path(path).write_text(json.dumps(row))
+    subject = config(folder, train=",".join(paths))
+    tokenizer = Tokenizer(folder)
+    assert {prompt.teacher for prompt in read_prompts(subject, "train", tokenizer)} == {""}
+    subject.ppo.penalty.kl, subject.ppo.penalty.kl_model = 1.0, "served.teacher"
+    subject.served.teacher.path = subject.served.teacher_2.path = str(folder)
+    with pytest.raises(ConfigError, match=r"2.jsonl:1: teacher is 'teacher_3', and served are teacher, teacher_2;"):
+        check_data(subject)
+    subject.served.teacher_3.path = str(folder)
+    prompts = check_data(subject)
+    assert [prompt.teacher for prompt in prompts] == ["teacher", "teacher_2", "teacher_3"]
+    subject.data.train = ",".join(paths[:2])
+    with pytest.raises(ConfigError, match=r"^served.teacher_3.path: no row would be taught by it: name it in a column"):
+        check_data(subject)
+    mixed = [EnvironmentConfig(name, path, teacher="teacher_3") for name, path in zip("ab", paths, strict=False)]
+    subject.data.train, subject.environments = "", mixed
+    with pytest.raises(ConfigError, match=r"^served.teacher.path: no row would be taught by it"):
+        check_data(subject)
+    by_environment = read_prompts(subject, "train", tokenizer)
+    assert [prompt.teacher for prompt in by_environment] == ["teacher_3", "teacher_2"]
+    subject.environments[0] = replace(mixed[0], teacher="")
+    again = read_prompts(subject, "train", tokenizer)
+    assert again[0].teacher == "teacher" and again[1].digest == by_environment[1].digest
+    assert again[0].digest != by_environment[0].digest
 
 
 def test_chat_prompts_have_the_tokens_that_transformers_gives(folder):
