@@ -167,7 +167,7 @@ def _asked(config: Config) -> set[str]:
     found = set()
     for own in config.by_environment():
         found |= {"reward"} if own.reward.of_model else {"judge"} if own.reward.of_judge else set()
-        if is_tried(own.rollout):
+        if is_tried(own.rollout) or own.reward.is_own:
             found |= config.served_models.keys() - {"reward"}
     return found
 

@@ -30,7 +30,7 @@ LARGEST_SCORE = 1e6
 """A larger one is a fault of the function: of one enormous reward, all other advantages of the batch would be 0."""
 _LONGEST_FEEDBACK = 10_000
 """Characters."""
-_OWN_SHARE = 0.8
+OWN_SHARE = 0.8
 """The share of reward.timeout_s that rewards with a time limit of their own get, so that no worker is killed."""
 
 
@@ -41,7 +41,7 @@ def load_function(name: str, timeout_s: float = RewardConfig.timeout_s, run: str
     Raises ConfigError if there is no such function, if it cannot be called with these arguments, and for `code` if this
     machine cannot isolate programs.
     """
-    limit_s = _OWN_SHARE * timeout_s
+    limit_s = OWN_SHARE * timeout_s
     if name.startswith(("http://", "https://")):
         from areal_megatron.reward import remote  # aiohttp takes a while to import
 

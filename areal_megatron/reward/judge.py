@@ -43,7 +43,7 @@ class JudgeScores:
     """
 
     def __init__(self, config: Config, run: RunFolder, limit_s: float):
-        self._judge, self._models, self._limit_s = config.reward.judge, ServedModels(config, run), limit_s
+        self._judge, self._models, self._limit_s = config.reward.judge, ServedModels(config.served_models, run), limit_s
         self._coming: list[Text] = []
         self._found: dict[Text, float | Exception] = {}
 

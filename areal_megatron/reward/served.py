@@ -1,4 +1,4 @@
-"""Asks the models that are served beside the policy (engine/served.py).
+"""Asks the models that are served beside the policy (engine/served.py), from workflows, rewards and the controller.
 
 They are sent tokens, which this project's own tokenizer makes of the messages. What a message says is text: an answer
 shown to a judge cannot end its message and speak as somebody else.
@@ -11,11 +11,11 @@ import math
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from areal_megatron.config import Config, ConfigError, ServedModelConfig
+from areal_megatron.config import ConfigError, ServedModelConfig
 from areal_megatron.data.formats import Chat
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.reward import remote
@@ -48,15 +48,14 @@ class ServedModels:
     """The models that a run serves beside its policy, by name. May be asked by many tasks at once.
 
     Example:
-        models = ServedModels(config, RunFolder(config.run_dir))
+        models = ServedModels(config.served_models, RunFolder(config.run_dir))
         [said] = await models.chat("judge", [{"role": "user", "content": "Is 2 + 3 = 5?"}])
         print(said.text)
     """
 
-    def __init__(self, config: Config, run: RunFolder | None = None):
-        """`run`: the config's; None: there is none, and no model is served."""
-        self._models = config.served_models if run else {}
-        self._run = run
+    def __init__(self, models: Mapping[str, ServedModelConfig], run: RunFolder | None = None):
+        """`models`: Config.served_models, none without a `run`."""
+        self._models, self._run = models, run
         self._tokenizers: dict[str, Tokenizer] = {}
         self._loading = threading.Lock()
 
@@ -131,6 +130,21 @@ class ServedModels:
 def _said(choice: Any, tokenizer: Tokenizer, before: int) -> Said:
     tokens = [int(token) for token in choice["token_ids"]]
     return Said(tokenizer.decode(tokens), choice["finish_reason"] == "stop", before, len(tokens))
+
+
+WRONG = "I do not know."
+"""What every served model says before a run, and what functions are tried with as a wrong answer."""
+
+
+class StandIns(ServedModels):
+    """In the place of served models, before a run."""
+
+    def __init__(self, models: Mapping[str, ServedModelConfig]):
+        super().__init__(models)
+
+    async def chat(self, name: str, messages: Chat, *, n: int = 1, **_) -> list[Said]:
+        self.check(name)
+        return [Said(WRONG, True, 1, 1)] * n
 
 
 async def ask_engines(

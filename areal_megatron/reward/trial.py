@@ -13,14 +13,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from areal_megatron.config import Config, ConfigError, RewardConfig
+from areal_megatron.config import Config, ConfigError
 from areal_megatron.data.prompts import Prompt
 from areal_megatron.reward.group import KEY, GroupAnswer
+from areal_megatron.reward.served import WRONG
 from areal_megatron.reward.worker import Answer, AnswerGroup, Scored
 from areal_megatron.reward.workers import RewardWorkers, problem_of_sending
 from areal_megatron.run.folder import RunError
 
-WRONG = "I do not know."
 _PATIENCE_S = 30.0
 """What takes longer than this, and may by reward.timeout_s, is taken to be slow and no mistake."""
 
@@ -30,22 +30,23 @@ def try_rewards(config: Config, prompts: Sequence[Prompt], say: Callable[[str], 
 
     `say` is told, in a line, of an exception that need not be a mistake. Raises ConfigError if a function takes longer
     than reward.timeout_s, ends its process, returns something else than it may, or raises what mistakes raise
-    (TypeError, AttributeError, NameError, ImportError).
+    (TypeError, AttributeError, NameError, ImportError), or asks a model that is not served.
     """
     for number, own in enumerate(config.by_environment()):
         first = next((prompt for prompt in prompts if prompt.environment == number), None)
         if first and (own.reward.is_own or own.reward.group_function):
-            asyncio.run(_Trial(own.reward, config.model.path, first, say).run())
+            asyncio.run(_Trial(own, first, say).run())
 
 
 class _Trial:
-    def __init__(self, config: RewardConfig, model: str, prompt: Prompt, say: Callable[[str], None]):
+    def __init__(self, whole: Config, prompt: Prompt, say: Callable[[str], None]):
+        config = whole.reward
         patience = min(config.timeout_s, _PATIENCE_S)
         self._config, self._prompt, self._say = config, prompt, say
         self._asked = replace(config, workers=1, retry_s=0.0, away_s=0.0, timeout_s=patience)
         if not config.is_own:  # a built-in reward, a model or a service is known to work, or not there yet
             self._asked.function = "math"
-        self._workers = RewardWorkers(self._asked, model)
+        self._workers = RewardWorkers(self._asked, whole.model.path, stand_ins=whole.served_models)
         self._warned = False
 
     async def run(self) -> None:

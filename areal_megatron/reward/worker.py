@@ -21,14 +21,16 @@ from typing import Any, BinaryIO
 import msgspec
 import numpy as np
 
-from areal_megatron.config import ConfigError
+from areal_megatron.config import ConfigError, ServedModelConfig, config_file
 from areal_megatron.config.user_function import place_of
 from areal_megatron.data.boxed import last_boxed
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.process.shown import guard
-from areal_megatron.reward.function import PURE, WrongResult, load_function, scored, takes_row
+from areal_megatron.reward.asking import Asking, set_asking
+from areal_megatron.reward.function import OWN_SHARE, PURE, WrongResult, load_function, scored, takes_row
 from areal_megatron.reward.group import GroupAnswer, checked_terms, load_group_function
 from areal_megatron.reward.no_score import AnswerRefused, ServiceAway
+from areal_megatron.run.folder import RunFolder
 
 HEADER = struct.Struct("<I")
 _AWAY_PAUSE_S = 1.0
@@ -37,8 +39,8 @@ _AWAY_PAUSE_SHARE = 0.1
 something within that."""
 _LONGEST_PROBLEM = 500
 """Characters of an exception's text that are logged: it may quote a response."""
-MISTAKES = (TypeError, AttributeError, NameError, ImportError)
-"""What a mistake in a function's code raises."""
+MISTAKES = (TypeError, AttributeError, NameError, ImportError, ConfigError)
+"""What a mistake in a function's code raises; the last, a question to a model that is not served."""
 MEMORY_MB = 512
 """Memory in MB that `math` may allocate beyond its loaded worker, since it evaluates a policy's text."""
 
@@ -114,15 +116,19 @@ class Functions:
     """What a worker calls: the reward function and, if there is one, the group function; with the tokenizer that
     decodes answers."""
 
-    def __init__(self, name: str, group_name: str, timeout_s: float, model: str, run: str):
-        """`model` is the folder of the tokenizer and `run` the run's, or empty, and so may be `group_name`. Raises
-        ConfigError for what cannot be loaded."""
+    def __init__(self, name: str, group_name: str, timeout_s: float, model: str, run: str, stand_ins: str):
+        """`model` is the folder of the tokenizer and `run` the run's, or empty, and so may be `group_name`.
+        `stand_ins`: the names of the served models without a run, with commas. Raises ConfigError for what cannot be
+        loaded."""
         self._name, self._timeout_s = name, timeout_s
         self._function = load_function(name, timeout_s, run)
         self._group_function = load_group_function(group_name) if group_name else None
         self._tokenizer = Tokenizer(model) if model else None
         self._limit = _limit_memory() if name == "math" and sys.platform == "linux" else None
         self.takes_row = takes_row(self._function)
+        self._asking = None
+        if group_name or (":" in name and "://" not in name):  # the user's
+            self._asking = _asking(run, stand_ins, OWN_SHARE * timeout_s)
 
     def results(self, requests: list[Answer | AnswerGroup]) -> Iterator[Scored]:
         """Yields the result of each request; before it, one that says `away` as often as its service is asked again."""
@@ -142,7 +148,12 @@ class Functions:
     def _result(self, request: Answer | AnswerGroup) -> Scored:
         is_group = isinstance(request, AnswerGroup)
         try:
-            return self._terms(request) if is_group else self._score(request)
+            if self._asking:
+                self._asking.begin()
+            result = self._terms(request) if is_group else self._score(request)
+            if self._asking:
+                self._asking.finish()
+            return result
         except ServiceAway as e:
             return Scored(problem=_problem(e, request.where), away=True)
         except (Exception, SystemExit) as e:  # the function is the user's
@@ -182,9 +193,22 @@ class Functions:
         return self._limit is not None and _held_bytes() > self._limit - (MEMORY_MB << 19)
 
 
+def _asking(run: str, stand_ins: str, limit_s: float) -> Asking:
+    """Returns what functions of the user ask served models with, and has `ask` use it. Raises ConfigError."""
+    from areal_megatron.reward import served  # aiohttp takes a while to import
+
+    if run:
+        folder = RunFolder(run)
+        models = served.ServedModels(config_file.load(folder.config).served_models, folder)
+    else:
+        models = served.StandIns({one: ServedModelConfig() for one in stand_ins.split(",") if one})
+    set_asking(asking := Asking(models, limit_s))
+    return asking
+
+
 def serve(settings: Sequence[str], requests: BinaryIO, replies: BinaryIO) -> None:
     """Answers requests until their stream ends; `settings`: as in Functions, as texts."""
-    name, group_name, timeout_s, model, run = settings
+    name, group_name, timeout_s, model, run, stand_ins = settings
 
     def reply(message: msgspec.Struct) -> None:
         frame = msgspec.msgpack.encode(message)
@@ -192,7 +216,7 @@ def serve(settings: Sequence[str], requests: BinaryIO, replies: BinaryIO) -> Non
         replies.flush()
 
     try:
-        functions = Functions(name, group_name, float(timeout_s), model, run)
+        functions = Functions(name, group_name, float(timeout_s), model, run, stand_ins)
     except ConfigError as e:
         reply(Ready(str(e)))
         return

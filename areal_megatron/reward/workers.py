@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
@@ -50,13 +50,18 @@ class RewardWorkers:
     """
 
     def __init__(
-        self, config: RewardConfig, model: str | Path = "", run: str | Path = "", output: str | Path | None = None
+        self,
+        config: RewardConfig,
+        model: str | Path = "",
+        run: str | Path = "",
+        output: str | Path | None = None,
+        stand_ins: Iterable[str] = (),
     ):
-        """`model` is the folder whose tokenizer decodes answers that are given as token ids; `run` the run's folder,
-        which reward.function=model needs. What the functions print is appended to the file `output`; None: it goes to
-        stderr."""
-        self._config, self._model, self._count = config, str(model), config.workers or default_count()
-        self._run, self._output = str(run), output
+        """`model` is the folder whose tokenizer decodes answers that are given as token ids; `run` that of the run
+        whose served models the functions ask, `stand_ins` the names of those that say nothing of worth without a run.
+        What the functions print is appended to the file `output`; None: it goes to stderr."""
+        self._config, self._count = config, config.workers or default_count()
+        self._places, self._output = (str(model), str(run), ",".join(stand_ins)), output
         self._free: asyncio.Queue[_Worker] = asyncio.Queue()
         self._workers: set[_Worker] = set()
         self.failures = 0
@@ -213,7 +218,7 @@ class RewardWorkers:
                 await asyncio.sleep(_RETRY_S)
 
     async def _new_worker(self) -> _Worker:
-        worker = await _Worker.start(self._config, self._model, self._run, self._output)
+        worker = await _Worker.start(self._config, self._places, self._output)
         self._workers.add(worker)
         return worker
 
@@ -238,9 +243,9 @@ class _Worker:
         self.dead = self.takes_row = False
 
     @classmethod
-    async def start(cls, config: RewardConfig, model: str, run: str, output: str | Path | None) -> _Worker:
+    async def start(cls, config: RewardConfig, places: Sequence[str], output: str | Path | None) -> _Worker:
         pipe, function = asyncio.subprocess.PIPE, config.function
-        given = [function, config.group_function, str(config.timeout_s), model, run]
+        given = [function, config.group_function, str(config.timeout_s), *places]
         command = [sys.executable, "-m", "areal_megatron.reward.worker", *given]
         with open(output, "ab") if output else nullcontext() as stderr:
             worker = cls(await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, stderr=stderr))

@@ -53,7 +53,7 @@ class EpisodeRunner:
         self._patience = config.batch_size if patience is None else patience
         self._config, self._workflow, self._scorer, self._tokenizer = config, workflow, scorer, tokenizer
         self._endpoint = AgentEndpoint(tokenizer)
-        served = served or ServedModels(config)
+        served = served or ServedModels({})
         self._resources = RunResources(config, tokenizer, scorer, self._endpoint.serve, workflow.turns, served)
         self.failures = 0
         """The number of episodes whose workflow raised, fell silent or returned no finite number, in all tries."""

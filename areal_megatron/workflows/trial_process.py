@@ -15,16 +15,14 @@ import numpy as np
 
 from areal_megatron.config import ConfigError
 from areal_megatron.config.user_function import place_of
-from areal_megatron.data.formats import Chat
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.engine.client import Completion
 from areal_megatron.process.errors import first_cause, printable
 from areal_megatron.process.shown import guard
 from areal_megatron.reward.function import WrongResult
 from areal_megatron.reward.no_score import RewardFailed
-from areal_megatron.reward.served import Said, ServedModels
+from areal_megatron.reward.served import WRONG, StandIns
 from areal_megatron.reward.worker import MISTAKES, Answer, Scored
-from areal_megatron.run.folder import RunFolder
 from areal_megatron.workflows.endpoint import AgentEndpoint
 from areal_megatron.workflows.episode import Episode, EpisodeOver, EpisodeSpec, RunResources
 from areal_megatron.workflows.runner import without_exit
@@ -32,8 +30,6 @@ from areal_megatron.workflows.sampling import Sampling
 from areal_megatron.workflows.scoring import Scorer, scores_of
 from areal_megatron.workflows.trial import TrialAsked, TrialFound
 from areal_megatron.workflows.workflow import load_workflow
-
-WRONG = "I do not know."
 
 
 class _Engine:
@@ -57,20 +53,12 @@ class _Judge:
         return [Scored(float(answer.response == answer.answer)) for answer in answers]
 
 
-class _Served(ServedModels):
-    """In the place of the models that are served beside the policy."""
-
-    async def chat(self, name: str, messages: Chat, *, n: int = 1, **_) -> list[Said]:
-        self.check(name)
-        return [Said(WRONG, True, 1, 1)] * n
-
-
 async def tried(asked: TrialAsked) -> TrialFound:
     config, prompt = asked.config, asked.prompt
     workflow, tokenizer = load_workflow(config.rollout), Tokenizer(config.model.path)
     endpoint = AgentEndpoint(tokenizer)
     scorer = Scorer(config.reward, _Judge(), config.rollout.max_new_tokens)
-    served = _Served(config, RunFolder(config.run_dir))
+    served = StandIns(config.served_models)
     resources = RunResources(config, tokenizer, scorer, endpoint.serve, workflow.turns, served)
     try:
         for number, text in enumerate((prompt.answer, WRONG)):

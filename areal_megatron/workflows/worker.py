@@ -233,7 +233,7 @@ class Worker:
         for own in begin.configs:
             scorer = Scorer(own.reward, _Judge(self._calls), own.rollout.max_new_tokens)
             workflow, share = load_workflow(own.rollout), -(-own.batch_size // begin.workers)
-            served = ServedModels(own, RunFolder(begin.run) if begin.run else None)
+            served = ServedModels(own.served_models, RunFolder(begin.run)) if begin.run else None
             runner = EpisodeRunner(own, workflow, self._tokenizer, scorer, share, served) if workflow else None
             self._runners.append(runner)
         self._tasks: dict[int, asyncio.Task] = {}

@@ -41,7 +41,7 @@ def served(world, tmp_path_factory):
 
 def test_a_served_model_answers_with_its_adapter(served, world):
     run, config = served
-    tokenizer, models = Tokenizer(config.model.path), ServedModels(config, run)
+    tokenizer, models = Tokenizer(config.model.path), ServedModels(config.served_models, run)
     adapted, base = adapted_oracle(world / "model", RANK, ALPHA / RANK, TARGETS), load_oracle(world / "model")
     for question in ("1+1=", "12+30=", "7+8="):
         said = [{"role": "user", "content": question}]

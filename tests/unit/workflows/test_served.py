@@ -29,7 +29,7 @@ def served(tmp_path):
         world.config.served.user = ServedModelConfig(path=str(tmp_path / "user"), **settings)
         run = RunFolder(tmp_path / "run")
         run.create()
-        models = ServedModels(world.config, run)
+        models = ServedModels(world.config.served_models, run)
         world.episodes = EpisodeRunner(
             world.config, Workflow(workflow, 5), world.tokenizer, world.scorer, served=models
         )
