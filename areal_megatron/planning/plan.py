@@ -35,6 +35,7 @@ from areal_megatron.planning.forecast.accelerators import accelerator
 from areal_megatron.planning.memory import MemoryPlan, plan_memory
 from areal_megatron.planning.memory.engine import crowded
 from areal_megatron.planning.memory.parts import GIB
+from areal_megatron.planning.memory.served import served_memory
 from areal_megatron.planning.option_check import check_for_device, check_options, uncounted
 from areal_megatron.planning.pools import Node, Placement, allocate
 from areal_megatron.planning.sizes import Sizes, add_sizes
@@ -106,7 +107,7 @@ def plan(
     _check_link(config)
     check_model(config, weights)
     check_for_device(config)
-    memory = plan_memory(config, trained_config(config), gpu_gib)
+    memory = replace(plan_memory(config, trained_config(config), gpu_gib), served=served_memory(config, gpu_gib))
     said = (_spread(config, placement), _sudden_steps(config), _unusual_clip(config), _unbounded(config))
     said += (*uncounted(config), _crowded(config, memory))
     return ClusterPlan(placement, memory, [line for line in said if line], _limit(config))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from areal_megatron.config import Config, ConfigError, TrainerConfig
@@ -46,6 +46,8 @@ class MemoryPlan:
     """What the trainers recompute; where the config says `auto`, what it was decided to be."""
     shared: bool = False
     """Whether both pools are on the same GPUs."""
+    served: Mapping[str, RankMemory] = field(default_factory=dict)
+    """A rank of each served model's engines, by name."""
 
     @property
     def shares(self) -> GpuShares | None:
@@ -74,6 +76,7 @@ class MemoryPlan:
                 "gpu_gib": self.gpu_gib,
                 "trainer": asdict(self.trainer) | {"bytes": self.trainer.total},
                 "engine": asdict(self.engine) | {"bytes": self.engine.total} if self.engine else None,
+                "served": {name: asdict(rank) | {"bytes": rank.total} for name, rank in self.served.items()},
                 "shares": asdict(self.shares) if self.shares else None,
                 "recompute": asdict(self.recompute),
                 "trainer_on_host": self.host,
@@ -85,7 +88,8 @@ class MemoryPlan:
     def table(self) -> str:
         """Returns a line for each part, in GiB, and one each for recomputation, the checkpoint, and how weights
         travel."""
-        lines = [line for rank in (self.trainer, self.engine) if rank for line in _lines(rank, self.gpu_gib)]
+        ranks = (self.trainer, self.engine, *self.served.values())
+        lines = [line for rank in ranks if rank for line in _lines(rank, self.gpu_gib)]
         free = f"; {_gib(round(self.gpu_gib * GIB) - self.trainer.total)} GiB of a GPU stay free"
         lines += [f"{self.recompute}{free if self.gpu_gib and not self.shared else ''}"]
         if self.shares:

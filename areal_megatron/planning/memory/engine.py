@@ -32,9 +32,9 @@ failed while the next one is made."""
 
 
 def engine_memory(
-    config: Config, hf_config: Mapping[str, Any], available: int, on_cuda: bool, taken: int = 0
+    config: Config, hf_config: Mapping[str, Any], available: int, on_cuda: bool, taken: int = 0, frozen: bool = False
 ) -> RankMemory:
-    """Returns the memory of the fullest rank of an engine.
+    """Returns the memory of the fullest rank of an engine; a `frozen` one's weights are never updated.
 
     On CUDA the KV cache is what is left of the `available` bytes of a GPU (0: unknown), of which a trainer rank has
     `taken` some; it may be negative. On CPU it is what the requests need on a machine with that many bytes. Raises
@@ -42,7 +42,7 @@ def engine_memory(
     """
     sizes, element, adapter = EngineSizes.of(config.rollout), ITEMSIZE[config.model.dtype], served(config, hf_config)
     layout, received = _fullest(hf_config, sizes), _fullest(hf_config, sizes, adapter)
-    staged = _staging(received, element, config, on_cuda)
+    staged = 0 if frozen else _staging(received, element, config, on_cuda)
     described = f"{_elements(layout) / 1e9:,.2f} billion in {config.model.dtype}"
     parts = [
         MemoryPart("weights", sum(_sizes(layout, element).values()), described),
@@ -55,13 +55,14 @@ def engine_memory(
         parts.append(MemoryPart("adapters", element * size, note))
     if on_cuda:
         tokens = batched_tokens(config)
-        peers, own = weight_traffic(config, hf_config).sources, COMMUNICATOR * (sizes.ranks > 1)
+        peers = 0 if frozen else weight_traffic(config, hf_config).sources
+        own, linked = COMMUNICATOR * (sizes.ranks > 1), config.link == "device" and not frozen
         note = f"a communicator with {peers} of the trainers, and the one that takes its place; an allowance"
         parts += [
             MemoryPart("draft model", _draft_weights(config), "its files, over its tensor-parallel ranks"),
             MemoryPart("a forward pass", _forward(config, hf_config), f"{tokens:,} tokens, an estimate"),
             MemoryPart("CUDA, graphs and NCCL", 2 * CONTEXT + own, "an allowance"),
-            MemoryPart("link", communicator_bytes([peers] * GENERATIONS * (config.link == "device")), note),
+            MemoryPart("link", communicator_bytes([peers] * GENERATIONS * linked), note),
         ]
         left = int(utilization(config) * available) - taken - sum(part.bytes for part in parts)
         size = kv_cache.given_bytes(config, hf_config, on_cuda=True) or left

@@ -26,6 +26,8 @@ from areal_megatron.config import (
     PPOConfig,
     ReshardConfig,
     RolloutConfig,
+    ServedConfig,
+    ServedModelConfig,
     TrainerConfig,
 )
 from areal_megatron.engine import kv_cache
@@ -35,6 +37,7 @@ from areal_megatron.planning import plan
 from areal_megatron.planning.forecast.accelerators import accelerator
 from areal_megatron.planning.memory import activations, engine_memory, plan_memory
 from areal_megatron.planning.memory.parts import GIB
+from areal_megatron.planning.memory.served import served_memory
 from areal_megatron.planning.memory.trainer import (
     checkpoint_bytes,
     held,
@@ -155,6 +158,27 @@ def test_a_teacher_takes_its_own_parameters(tmp_path):
     for stage in (0, 1):
         expected = 2 * held(HF["Qwen3-30B-A3B"], MegatronSizes(tp=2, pp=2), stage).all
         assert stage_memory(asked, DENSE, stage, on_cuda=True).of("reference") == expected
+
+
+def test_served_models_are_counted_and_must_have_room_for_a_question(built, tmp_path):
+    """Their weights and the KV cache, and nothing for updates. A quantized one may be smaller than counted."""
+
+    def found(gpu_gib=80, **model):
+        path = str(ROOT / "configs/models/Qwen2.5-32B")
+        judge = ServedModelConfig(path, **{"tp": 2, "max_length": 32768, **model})
+        return served_memory(config(served=ServedConfig(judge=judge), rollout={"max_new_tokens": 1000}), gpu_gib)
+
+    judge, parameters = found()["judge"], sum(built["Qwen2.5-32B"].values())
+    assert judge.of("weights") == pytest.approx(2 * parameters / 2, rel=1e-3)
+    assert not judge.of("staging") and not judge.of("link")
+    assert judge.total == int(0.92 * 80 * GIB)
+    per_token = 2 * 2 * DENSE["num_hidden_layers"] * DENSE["num_key_value_heads"] * 128 / 2
+    tokens = int(re.match(r"([\d,]+) tokens", judge.parts[-1].note)[1].replace(",", ""))
+    assert judge.parts[-1].name == "KV cache" and judge.of("KV cache") / per_token == pytest.approx(tokens, rel=1e-3)
+    with pytest.raises(ConfigError, match=r"^served.judge.tp: a rank has 2.\d\d GiB left for its KV cache on a GPU of"):
+        found(40)
+    assert found(40, max_length=4096) and found(40, tp=4) and found(40, vllm={"quantization": "fp8"})
+    assert found(0)["judge"].of("weights") == judge.of("weights")
 
 
 @pytest.mark.parametrize("name", HF)
