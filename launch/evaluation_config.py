@@ -149,6 +149,7 @@ def config_of_run(options: argparse.Namespace, folder: Path) -> Config:
             max_new_tokens=first_given(options.max_new_tokens, rollout.max_new_tokens),
             first_weights="model",
             replay_routes=False,
+            endpoint="loopback",
             vllm=rollout.vllm | config_file.options(options.vllm),
         ),
         reward=replace(

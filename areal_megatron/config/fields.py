@@ -455,6 +455,9 @@ class RolloutConfig:
     may use, 1 to 32."""
     workflow_timeout_s: float = key(600.0, above=0)
     """Idle limit of a workflow: the longest time, in seconds, that it may neither ask the model nor end."""
+    endpoint: str = key("loopback", choices=("loopback", "tls"))
+    """Where agents find the model. `loopback`: on the controller's machine alone; `tls`: on others too, at
+    machine.host, with the credentials agents.pem of the run folder (docs/workflows.md, "Agents on other machines")."""
     workflow_environment: str = ""
     """Environment variables of the controller that agents in processes of their own get, beside the few that programs
     need: `NAME,NAME` (docs/workflows.md)."""
@@ -721,8 +724,8 @@ class EnvironmentConfig:
     group_reward: str = ""
     """Its `reward.group_function`; empty: that."""
     teacher: str = key("", choices=("", *TEACHERS))
-    """Which of the served teachers its answers are compared with, with ppo.penalty.kl_model=served.teacher; a row that
-    names another in its column `teacher` is that one's. Empty: `teacher`."""
+    """Its teacher with ppo.penalty.kl_model=served.teacher, for rows whose column `teacher` names none. Empty:
+    `teacher`."""
 
 
 @dataclass

@@ -45,6 +45,7 @@ def check(config: Config, where: Callable[[str], str] = lambda key: key) -> None
     _check_ppo(config, require)
     _check_lora(config, require)
     _check_environments(config, require)
+    _check_endpoint(config, require)
     _check_served(config, require)
     _check_judge(config, require)
     for mode, section in (("sft", config.sft), ("dpo", config.dpo)):
@@ -399,6 +400,16 @@ def _check_turns(rollout: RolloutConfig, key: str, require: Require) -> None:
         rollout.workflow not in ("multi_turn", "tool_use") or rollout.turns > 1,
         key,
         f"{rollout.workflow} needs at least 2",
+    )
+
+
+def _check_endpoint(config: Config, require: Require) -> None:
+    opens = any(":" in own.rollout.workflow for own in config.by_environment())
+    require(
+        config.rollout.endpoint == "loopback" or opens,
+        "rollout.endpoint",
+        f"no agent asks for it with rollout.workflow={config.rollout.workflow}: leave it out, or name a workflow of "
+        "yours that opens it",
     )
 
 

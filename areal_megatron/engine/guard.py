@@ -8,13 +8,11 @@ over which nobody does that.
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import hmac
 import logging
 import os
 import ssl
-from asyncio.sslproto import SSLProtocol
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from areal_megatron.engine.environment import SECRET_FILE
 from areal_megatron.process.errors import Rarely, printable, worth_a_line
 from areal_megatron.run.credentials import Credentials
-from areal_megatron.run.network import CREDENTIALS_FILE, STRANGER_S, Strangers, backlog
+from areal_megatron.run.network import CREDENTIALS_FILE, Strangers, backlog
+from areal_megatron.run.secured import Secured
 
 log = logging.getLogger("vllm.areal")
 REFUSED = Counter("areal:refused_requests", "Requests without the run's secret")
@@ -102,29 +101,11 @@ class GuardedConnection(HttpToolsProtocol):
         super().on_headers_complete()
 
 
-class SecuredConnection(SSLProtocol):
-    """A GuardedConnection inside TLS: one that has not shown the credentials is a stranger as well.
-
-    uvicorn's own TLS would give it a minute, and know no limit to the number of such connections.
-    """
-
-    _strangers = GuardedConnection._strangers
+class SecuredConnection(Secured):
+    """A GuardedConnection inside TLS."""
 
     def __init__(self, tls: ssl.SSLContext, **of_uvicorn: Any):
-        within, limit_s = _Within(self, **of_uvicorn), {"ssl_handshake_timeout": STRANGER_S}
-        super().__init__(asyncio.get_running_loop(), within, tls, None, server_side=True, **limit_s)
-
-    def connection_made(self, transport) -> None:
-        self._strangers.add(self, transport)
-        super().connection_made(transport)
-
-    def connection_lost(self, exc) -> None:
-        self.is_known()
-        super().connection_lost(exc)
-
-    def is_known(self) -> None:
-        """The other end has shown the credentials, or has gone."""
-        self._strangers.discard(self)
+        super().__init__(tls, _Within(self, **of_uvicorn), GuardedConnection._strangers)
 
 
 class _Within(GuardedConnection):

@@ -57,8 +57,8 @@ class RewardWorkers:
         output: str | Path | None = None,
         stand_ins: Iterable[str] = (),
     ):
-        """`model` is the folder whose tokenizer decodes answers that are given as token ids; `run` that of the run
-        whose served models the functions ask, `stand_ins` the names of those that say nothing of worth without a run.
+        """`model` is the folder whose tokenizer decodes answers that are given as token ids; `run` the run's,
+        for the functions to ask its served models; `stand_ins` names these where there is no run yet.
         What the functions print is appended to the file `output`; None: it goes to stderr."""
         self._config, self._count = config, config.workers or default_count()
         self._places, self._output = (str(model), str(run), ",".join(stand_ins)), output

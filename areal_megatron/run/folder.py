@@ -1,7 +1,7 @@
 """A run's folder and how its processes find each other in it.
 
 ```
-runs/NAME/ (0700) config.yaml · secret, *.key, site.pem (0600) · endpoints/PROCESS · logs/PROCESS.log
+runs/NAME/ (0700) config.yaml · secret, *.key, site.pem, agents.pem (0600) · endpoints/PROCESS · logs/PROCESS.log
            timeline/PROCESS.jsonl · leases/00002.json (launch/supervision/lease.py) · incarnations/00003.json
            ledger/trainer-REPLICA.00003.jsonl · metrics.jsonl · status.json · processes.json · tensorboard/ · hf/
            report.html · trackers/ · trajectories/ (data/dumps.py) · checkpoints/ (checkpoint/folder.py)
@@ -47,8 +47,8 @@ _WHOLE_ENGINE = re.compile(rf"{_ENGINE}(0|[1-9]\d{{0,8}})")
 _TRAINER = "trainer-"
 _SECRET = "secret"
 _KEYS = ("controller.key", "trainers.key")
-_CREDENTIALS = "site.pem"
-_PRIVATE = (_SECRET, *_KEYS, _CREDENTIALS)
+_CREDENTIALS, _OF_AGENTS = "site.pem", "agents.pem"
+_PRIVATE = (_SECRET, *_KEYS, _CREDENTIALS, _OF_AGENTS)
 _FOLDERS = ("endpoints", "logs", "timeline", "ledger", "tensorboard", "incarnations", "leases")
 _LEDGER = re.compile(r".+\.(\d+)\.jsonl")
 _AWAY_S = 600.0
@@ -225,12 +225,13 @@ class RunFolder:
         holds those before."""
         self._draw(_SECRET)
         self._draw(_CREDENTIALS)
+        self._draw(_OF_AGENTS)
 
     def _draw(self, name: str) -> None:
         """Writes 256 random bits, or new credentials, to a file that only its owner can read."""
         temporary = self.folder / f".{name}.{os.getpid()}"
         with open(os.open(temporary, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600), "wb") as file:
-            file.write(new_credentials() if name == _CREDENTIALS else secrets.token_hex(32).encode())
+            file.write(new_credentials() if name in (_CREDENTIALS, _OF_AGENTS) else secrets.token_hex(32).encode())
         os.replace(temporary, self.folder / name)
 
     def make_private(self) -> bool:
@@ -469,6 +470,13 @@ class RunFolder:
         written them, and Away if they cannot be read."""
         self._read_private(_CREDENTIALS)
         return Credentials(self.folder / _CREDENTIALS)
+
+    @property
+    def credentials_of_agents(self) -> Credentials:
+        """Those by which agents on other machines and the endpoint of their episodes know each other; nobody else of
+        the run accepts them. Raises as `credentials` does."""
+        self._read_private(_OF_AGENTS)
+        return Credentials(self.folder / _OF_AGENTS)
 
     def _read_key(self, name: str) -> bytes:
         text = self._read_private(name)

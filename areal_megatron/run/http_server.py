@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import ssl
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from aiohttp import web
 
 from areal_megatron.process.errors import Rarely, printable, worth_a_line
 from areal_megatron.run.network import KEEP_ALIVE_S, Strangers, backlog
+from areal_megatron.run.secured import Secured
 
 log = logging.getLogger(__name__)
 _complaints = Rarely(logging.ERROR)
@@ -31,8 +33,11 @@ class HttpServer:
         await server.close()
     """
 
-    def __init__(self, answer: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]):
-        self._answer = answer
+    def __init__(
+        self, answer: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]], tls: ssl.SSLContext | None = None
+    ):
+        """`tls`: Credentials.listening(), to speak with holders of the same credentials alone."""
+        self._answer, self._tls = answer, tls
         self._runner: web.ServerRunner | None = None
         self.refusals = 0
         """Calls of `refused`."""
@@ -42,7 +47,7 @@ class HttpServer:
         for logger in (log, logging.getLogger("asyncio")):
             logger.addFilter(_complaints)
         settings = {"handler_cancellation": True, "keepalive_timeout": KEEP_ALIVE_S}
-        server = _Server(self._answer, access_log=None, logger=log, **settings)
+        server = _Server(self._answer, self._tls, access_log=None, logger=log, **settings)
         runner = web.ServerRunner(server, shutdown_timeout=1.0)
         await runner.setup()
         await web.SockSite(runner, listening, backlog=backlog()).start()
@@ -67,14 +72,34 @@ class HttpServer:
 class _Server(web.Server):
     """aiohttp's server, which closes the connections of strangers."""
 
-    def __init__(self, *arguments: Any, **settings: Any):
-        super().__init__(*arguments, **settings)
-        self.strangers = Strangers()
+    def __init__(self, answer: Callable, tls: ssl.SSLContext | None, **settings: Any):
+        super().__init__(answer, **settings)
+        self.strangers, self._tls = Strangers(), tls
+        self.handshakes: dict[web.RequestHandler, Secured] = {}
+
+    def __call__(self) -> asyncio.Protocol:
+        handler = super().__call__()
+        return handler if self._tls is None else _Secured(self._tls, handler, self)
 
     def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
+        if around := self.handshakes.pop(handler, None):
+            around.is_known()
         super().connection_made(handler, transport)
         self.strangers.add(handler, transport)
 
     def connection_lost(self, handler: web.RequestHandler, exc: BaseException | None = None) -> None:
         self.strangers.discard(handler)
         super().connection_lost(handler, exc)
+
+
+class _Secured(Secured):
+    """A handler's connection, until whose handshake `server` knows nothing of the handler."""
+
+    def __init__(self, tls: ssl.SSLContext, handler: web.RequestHandler, server: _Server):
+        super().__init__(tls, handler, server.strangers)
+        self._server, self._handler = server, handler
+        server.handshakes[handler] = self
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._server.handshakes.pop(self._handler, None)
+        super().connection_lost(exc)

@@ -1,4 +1,4 @@
-"""Serves the policy to agents on the loopback, as OpenAI and Anthropic do, and records the samples of their episodes;
+"""Serves the policy to agents, as OpenAI and Anthropic do, and records the samples of their episodes;
 also the models that are served beside it, whose answers are no samples.
 
 Every episode has a key of its own, which is valid as long as the episode lasts. If a call continues from an earlier
@@ -27,9 +27,10 @@ from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.engine.client import EngineError
 from areal_megatron.process.errors import printable
 from areal_megatron.reward.served import ServedModelError
+from areal_megatron.run.credentials import Credentials
 from areal_megatron.run.folder import RunError
 from areal_megatron.run.http_server import HttpServer
-from areal_megatron.run.network import backlog
+from areal_megatron.run.network import backlog, join_address
 from areal_megatron.workflows.agent_calls import (
     MODEL,
     Answered,
@@ -69,10 +70,11 @@ class _Session:
 class AgentEndpoint:
     """An HTTP server that listens from the first `serve` to `close`, on a port that the system chooses."""
 
-    def __init__(self, tokenizer: Tokenizer):
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, host: str = "127.0.0.1", credentials: Credentials | None = None):
+        """`host`: the address that it listens on; beyond the loopback it speaks with holders of `credentials` alone."""
+        self._tokenizer, self._host, self._credentials = tokenizer, host, credentials
         self._sessions: dict[str, _Session] = {}
-        self._server = HttpServer(self._serve_request)
+        self._server = HttpServer(self._serve_request, credentials.listening() if credentials else None)
         self._url = ""
         self._starting = asyncio.Lock()
 
@@ -88,7 +90,7 @@ class AgentEndpoint:
         longest_text = episode.longest_question * self._longest_token
         session = self._sessions[key] = _Session(episode, self._tokenizer, longest_text)
         try:
-            yield Api(url, key, episode.agent_variables)
+            yield Api(url, key, episode.agent_variables, self._credentials)
         finally:
             del self._sessions[key]
             for task in session.running:
@@ -102,8 +104,10 @@ class AgentEndpoint:
         async with self._starting:
             if not self._url:
                 self._longest_token = await asyncio.to_thread(self._tokenizer.longest_token)
-                await self._server.start(socket.create_server(("127.0.0.1", 0), backlog=backlog()))
-                self._url = f"http://127.0.0.1:{self._server.port}/v1"
+                family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+                await self._server.start(socket.create_server((self._host, 0), family=family, backlog=backlog()))
+                scheme = "https" if self._credentials else "http"
+                self._url = f"{scheme}://{join_address(self._host, self._server.port)}/v1"
         return self._url
 
     async def _serve_request(self, request: web.BaseRequest) -> web.StreamResponse:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import ssl
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.data.formats import Chat
@@ -18,6 +20,7 @@ from areal_megatron.process.lateness import now
 from areal_megatron.reward.no_score import RewardFailed, ServiceAway
 from areal_megatron.reward.served import Said, ServedModelError, ServedModels
 from areal_megatron.reward.worker import Scored
+from areal_megatron.run.credentials import Credentials
 from areal_megatron.run.folder import RunError
 from areal_megatron.workflows.sampling import INTERRUPTED, GenerationRequest, Sampling, generate, sampling_seed
 from areal_megatron.workflows.scoring import Scorer
@@ -52,23 +55,33 @@ class Api:
     key: str
     variables: Collection[str] = ()
     """Names of environment variables of this process that agents may have beside ENVIRONMENT."""
+    credentials: Credentials | None = None
+    """What a client on any machine shows, and the only ones to accept (rollout.endpoint=tls); None on the loopback."""
 
     @property
     def environment(self) -> dict[str, str]:
         """Environment variables for a process that runs an agent: the allowed ones of this process, and the
-        addresses and keys that OpenAI's and Anthropic's clients look for, without a proxy for 127.0.0.1.
+        addresses and keys that OpenAI's and Anthropic's clients look for, without a proxy for these; and the file of
+        `credentials` as AREAL_AGENT_CREDENTIALS.
 
         The others stay behind: they may hold tokens of the user, and agents run what a model says.
         """
         openai = {"OPENAI_BASE_URL": self.url, "OPENAI_API_KEY": self.key}
         anthropic = {"ANTHROPIC_BASE_URL": self.anthropic_url, "ANTHROPIC_API_KEY": self.key}
-        return self.environment_without_keys | openai | anthropic
+        shown = {"AREAL_AGENT_CREDENTIALS": str(self.credentials.path)} if self.credentials else {}
+        return self.environment_without_keys | openai | anthropic | shown
 
     @property
     def environment_without_keys(self) -> dict[str, str]:
         """The same without addresses and keys, for a process that runs several episodes."""
         own = {name: os.environ[name] for name in (*ENVIRONMENT, *self.variables) if name in os.environ}
-        return own | {name: f"{own.get(name, '')},127.0.0.1".lstrip(",") for name in ("NO_PROXY", "no_proxy")}
+        host = urlsplit(self.url).hostname
+        return own | {name: f"{own.get(name, '')},{host}".lstrip(",") for name in ("NO_PROXY", "no_proxy")}
+
+    @property
+    def tls(self) -> ssl.SSLContext | None:
+        """What a client of this process needs beside the key; None on the loopback."""
+        return self.credentials.calling() if self.credentials else None
 
     @property
     def anthropic_url(self) -> str:

@@ -47,12 +47,13 @@ class EpisodeRunner:
         scorer: Scorer,
         patience: int | None = None,
         served: ServedModels | None = None,
+        endpoint: AgentEndpoint | None = None,
     ):
         """`patience`: how many tries may fail before any has had an answer; by default those of a batch. `served`: the
-        models beside the policy; by default none."""
+        models beside the policy; by default none. `endpoint`: that of agents; by default on the loopback."""
         self._patience = config.batch_size if patience is None else patience
         self._config, self._workflow, self._scorer, self._tokenizer = config, workflow, scorer, tokenizer
-        self._endpoint = AgentEndpoint(tokenizer)
+        self._endpoint = endpoint or AgentEndpoint(tokenizer)
         served = served or ServedModels({})
         self._resources = RunResources(config, tokenizer, scorer, self._endpoint.serve, workflow.turns, served)
         self.failures = 0

@@ -8,12 +8,14 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 import numpy as np
 
-from areal_megatron.config import ConfigError
+from areal_megatron.config import Config, ConfigError
 from areal_megatron.config.user_function import place_of
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.engine.client import Completion
@@ -23,6 +25,8 @@ from areal_megatron.reward.function import WrongResult
 from areal_megatron.reward.no_score import RewardFailed
 from areal_megatron.reward.served import WRONG, StandIns
 from areal_megatron.reward.worker import MISTAKES, Answer, Scored
+from areal_megatron.run.credentials import Credentials, new_credentials
+from areal_megatron.run.network import address
 from areal_megatron.workflows.endpoint import AgentEndpoint
 from areal_megatron.workflows.episode import Episode, EpisodeOver, EpisodeSpec, RunResources
 from areal_megatron.workflows.runner import without_exit
@@ -53,10 +57,20 @@ class _Judge:
         return [Scored(float(answer.response == answer.answer)) for answer in answers]
 
 
-async def tried(asked: TrialAsked) -> TrialFound:
+def _outside(config: Config, folder: Path) -> tuple[str, Credentials] | tuple[()]:
+    """Where an endpoint listens beyond the loopback, with credentials of its own, if the run's will."""
+    if config.rollout.endpoint == "loopback":
+        return ()
+    path = folder / "agents.pem"
+    path.write_bytes(new_credentials())
+    return address(config.machine.host), Credentials(path)
+
+
+async def tried(asked: TrialAsked, folder: Path) -> TrialFound:
+    """Tries the workflow; `folder` is for this alone."""
     config, prompt = asked.config, asked.prompt
     workflow, tokenizer = load_workflow(config.rollout), Tokenizer(config.model.path)
-    endpoint = AgentEndpoint(tokenizer)
+    endpoint = AgentEndpoint(tokenizer, *_outside(config, folder))
     scorer = Scorer(config.reward, _Judge(), config.rollout.max_new_tokens)
     served = StandIns(config.served_models)
     resources = RunResources(config, tokenizer, scorer, endpoint.serve, workflow.turns, served)
@@ -90,7 +104,9 @@ def main() -> None:
     guard()
     reply = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what the workflow prints
-    found = asyncio.run(tried(msgspec.json.decode(sys.stdin.buffer.read(), type=TrialAsked)))
+    asked = msgspec.json.decode(sys.stdin.buffer.read(), type=TrialAsked)
+    with tempfile.TemporaryDirectory() as folder:
+        found = asyncio.run(tried(asked, Path(folder)))
     reply.write(msgspec.json.encode(found))
     reply.flush()
     os._exit(0)  # threads of the workflow's may go on

@@ -35,6 +35,8 @@ from areal_megatron.process.shown import guard
 from areal_megatron.reward.served import ServedModels
 from areal_megatron.reward.worker import HEADER, Answer, Scored
 from areal_megatron.run.folder import RunError, RunFolder
+from areal_megatron.run.network import address
+from areal_megatron.workflows.endpoint import AgentEndpoint
 from areal_megatron.workflows.episode import EpisodeSpec
 from areal_megatron.workflows.runner import EpisodeRunner
 from areal_megatron.workflows.sampling import INTERRUPTED, Sampling
@@ -234,9 +236,15 @@ class Worker:
             scorer = Scorer(own.reward, _Judge(self._calls), own.rollout.max_new_tokens)
             workflow, share = load_workflow(own.rollout), -(-own.batch_size // begin.workers)
             served = ServedModels(own.served_models, RunFolder(begin.run)) if begin.run else None
-            runner = EpisodeRunner(own, workflow, self._tokenizer, scorer, share, served) if workflow else None
-            self._runners.append(runner)
+            endpoint = self._endpoint(own, begin.run)
+            given = workflow, self._tokenizer, scorer, share, served, endpoint
+            self._runners.append(EpisodeRunner(own, *given) if workflow else None)
         self._tasks: dict[int, asyncio.Task] = {}
+
+    def _endpoint(self, config: Config, run: str) -> AgentEndpoint:
+        if config.rollout.endpoint == "loopback":
+            return AgentEndpoint(self._tokenizer)
+        return AgentEndpoint(self._tokenizer, address(config.machine.host), RunFolder(run).credentials_of_agents)
 
     async def run(self) -> None:
         """Runs until the controller closes the stream."""

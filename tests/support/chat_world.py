@@ -176,9 +176,13 @@ class World:
         self.tokenizer = make_tokenizer(folder, template)
         self.client, self.judge = Scripted(answer), Judge(reward)
         self.scorer = Scorer(self.config.reward, self.judge, max_new_tokens)
-        self.episodes = EpisodeRunner(self.config, Workflow(run, turns), self.tokenizer, self.scorer)
+        self._workflow, self.interrupting = Workflow(run, turns), False
+        self.serve_at(None)
+
+    def serve_at(self, endpoint):
+        """Has agents find the model at this endpoint; None: on the loopback."""
+        self.episodes = EpisodeRunner(self.config, self._workflow, self.tokenizer, self.scorer, endpoint=endpoint)
         self.groups = InThisProcess(self.episodes)
-        self.interrupting = False
 
     def prompt(self, text="hi?", answer="right", forced=None):
         (tokens,) = self.tokenizer.prompts([text])

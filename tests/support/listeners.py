@@ -1,11 +1,11 @@
 """Servers as a run has them, each in a process of its own that may open few descriptors, for tests with strangers.
 
-    python -m tests.support.listeners engine|site|agents|page FOLDER
+    python -m tests.support.listeners engine|site|agents|agents-tls|page FOLDER
 
 `engine` is uvicorn with the options, middleware and event loop of an engine, around a stand-in for vLLM's routes;
 `site` is one of an engine at another site, with the credentials site.pem in the folder; `agents` is the endpoint of an
-episode; `page` is the live page of a run. Writes the address of a route and its secret as one line; ends when its stdin
-does.
+episode, `agents-tls` one for agents on other machines, with such credentials; `page` is the live page of a run. Writes
+the address of a route and its secret as one line; ends when its stdin does.
 """
 
 import asyncio
@@ -98,7 +98,8 @@ async def engine(folder, told, scheme="http"):
     await serving
 
 
-async def agents(folder, told):
+async def agents(folder, told, credentials=None):
+    from areal_megatron.workflows.endpoint import AgentEndpoint
     from tests.support.chat_world import World
 
     async def workflow(episode):
@@ -107,7 +108,15 @@ async def agents(folder, told):
             with episode.busy():
                 await told.wait()
 
-    await World(folder / "model", workflow, lambda *_: "right").sample()
+    world = World(folder / "model", workflow, lambda *_: "right")
+    world.serve_at(AgentEndpoint(world.tokenizer, "127.0.0.1", credentials))
+    await world.sample()
+
+
+async def agents_tls(folder, told):
+    from areal_megatron.run.credentials import Credentials
+
+    await agents(folder, told, Credentials(folder / "site.pem"))
 
 
 async def page(folder, told):
@@ -130,11 +139,11 @@ async def main(kind, folder):
         loop.call_soon_threadsafe(told.set)
 
     threading.Thread(target=wait, daemon=True).start()
-    await {"engine": engine, "site": site, "agents": agents, "page": page}[kind](folder, told)
+    await {"engine": engine, "site": site, "agents": agents, "agents-tls": agents_tls, "page": page}[kind](folder, told)
 
 
 if __name__ == "__main__":
     resource.setrlimit(resource.RLIMIT_NOFILE, (DESCRIPTORS, DESCRIPTORS))
     network.STRANGER_S = STRANGER_S
-    run = {"engine": uvloop.run, "site": uvloop.run, "agents": asyncio.run, "page": asyncio.run}[sys.argv[1]]
+    run = uvloop.run if sys.argv[1] in ("engine", "site") else asyncio.run
     run(main(sys.argv[1], Path(sys.argv[2])))

@@ -167,6 +167,7 @@ KEYS = {
     "mode=replay ppo.penalty.kl=1 ppo.penalty.kl_model=served.teacher": "mode=replay has no engines to ask: name",
     "ppo.penalty.kl=1 ppo.penalty.kl_form=forward ppo.penalty.kl_model=model": "forward compares what engines find",
     "ppo.penalty.kl=1 ppo.penalty.kl_top_k=8": "ppo.penalty.kl_top_k: has no meaning without kl_form=forward",
+    "rollout.endpoint=tls": "rollout.endpoint: no agent asks for it with rollout.workflow=single_turn: leave it out",
     "served.user.adapter=nowhere": "served.user.adapter: has no meaning without served.user.path",
     "served.user.vllm.max_num_seqs=8": "served.user.vllm: has no meaning without served.user.path",
     "served.user.path=model served.user.vllm.max_model_len=8": "cannot be passed through: use served.user.max_length",

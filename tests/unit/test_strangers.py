@@ -190,11 +190,12 @@ def test_strangers_end_nothing_and_use_nothing_up(listener):
     assert "\x1b" not in listener.log and "\nforged" not in listener.log
 
 
-def test_strangers_at_an_engine_of_another_site_use_nothing_up(tmp_path):
+@pytest.mark.parametrize("kind", ["site", "agents-tls"])
+def test_strangers_at_an_engine_of_another_site_and_at_an_endpoint_for_others_use_nothing_up(tmp_path, kind):
     """None of them gets past the handshake. 6,500 of them keep the cores busy, and a friend waits for that: but not for
     as long as it would behind a few strangers who are silent for STRANGER_S each."""
     (tmp_path / "site.pem").write_bytes(new_credentials())
-    with listening("site", tmp_path) as listener:
+    with listening(kind, tmp_path) as listener:
         answers = survived(listener, Credentials(tmp_path / "site.pem").calling())
         assert not any(b"HTTP" in answer for answer in answers)
 

@@ -190,10 +190,18 @@ UNREAD = {
 }
 
 
+PRIVATE = {
+    "secret": "token",
+    "trainers.key": "keys",
+    "site.pem": "credentials",
+    "agents.pem": "credentials_of_agents",
+}
+
+
 @pytest.mark.parametrize("kind", UNREAD)
 def test_a_secret_is_only_to_be_removed_where_it_is_no_file_of_this_user(run, monkeypatch, kind):
     spoil, error, words = UNREAD[kind]
-    for name, read in {"secret": "token", "trainers.key": "keys", "site.pem": "credentials"}.items():
+    for name, read in PRIVATE.items():
         with monkeypatch.context() as own:
             spoil(run.folder / name, own)
             with pytest.raises(error, match=rf"^[^\n]*{name}[^\n]*{words}[^\n]*$") as raised:
@@ -204,7 +212,7 @@ def test_a_secret_is_only_to_be_removed_where_it_is_no_file_of_this_user(run, mo
 @pytest.mark.parametrize("mode", [0o640, 0o660, 0o666])
 def test_a_process_reads_a_secret_that_others_had_rights_on_but_could_not_reach(run, capsys, mode):
     before = run.token, run.keys
-    for name in ("secret", "controller.key", "trainers.key", "site.pem"):
+    for name in ("secret", "controller.key", "trainers.key", "site.pem", "agents.pem"):
         (run.folder / name).chmod(mode)
     assert (RunFolder(run.folder).token, RunFolder(run.folder).keys) == before
     assert capsys.readouterr().err.count("\n") == 1

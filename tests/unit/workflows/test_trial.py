@@ -28,7 +28,7 @@ async def agent(episode):
     async with episode.openai() as api, aiohttp.ClientSession() as client:
         body = {"model": "policy", "messages": [{"role": "user", "content": "hi?"}]}
         key = {"Authorization": "Bearer " + api.key}
-        async with client.post(api.url + "/chat/completions", json=body, headers=key) as r:
+        async with client.post(api.url + "/chat/completions", json=body, headers=key, ssl=api.tls or True) as r:
             said = (await r.json())["choices"][0]["message"]["content"]
     if said not in ("right", "I do not know."): raise TypeError(said)
     return float(said == episode.prompt.answer)
@@ -118,9 +118,14 @@ def test_a_row_that_the_trial_cannot_show_as_it_is_makes_a_mistake_a_doubt(world
     assert refused == "" and told.startswith("warning: rollout.workflow: flows:matches fails for ")
 
 
+def test_an_agent_is_tried_with_credentials_if_the_run_asks_for_them(world):
+    world.config.rollout.endpoint, world.config.machine.host = "tls", "127.0.0.1"
+    assert tried(world, "agent") == ([], "")
+
+
 @pytest.mark.parametrize("name", ["right", "none", "agent", "asks", *MISTAKES, *DOUBTS])
-def test_what_is_a_mistake(world, name):
-    found = asyncio.run(trial_process.tried(TrialAsked(of(world, name), world.prompt(), 0.5)))
+def test_what_is_a_mistake(world, tmp_path, name):
+    found = asyncio.run(trial_process.tried(TrialAsked(of(world, name), world.prompt(), 0.5), tmp_path))
     first = next(k for k, text in enumerate(FUNCTIONS.splitlines(), 1) if f"def {name}(" in text)
     assert (MISTAKES | DOUBTS).get(name, "") in found.problem and bool(found.problem) == (name in {*MISTAKES, *DOUBTS})
     places = [f"flows.py:{first + more}" for more in range(3)] if name != "grouped" else ["flows.py:"]

@@ -383,9 +383,8 @@ def test_a_run_is_its_users_alone_whatever_the_umask(run):
         os.umask(before)
     files = {path.name: path.stat().st_mode & 0o777 for path in run.folder.iterdir() if path.is_file()}
     folders = [path.stat().st_mode & 0o777 for path in (run.folder, *run.folder.iterdir()) if path.is_dir()]
-    assert files == dict.fromkeys(("secret", "controller.key", "trainers.key", "site.pem"), 0o600) and set(folders) == {
-        0o700
-    }
+    private = "secret", "controller.key", "trainers.key", "site.pem", "agents.pem"
+    assert files == dict.fromkeys(private, 0o600) and set(folders) == {0o700}
     assert not run.make_private()
 
 
