@@ -1,5 +1,6 @@
 """The scripts of slurm/ on a real Slurm cluster of four virtual nodes, with a model that CPU cores can train."""
 
+import json
 import os
 import random
 import re
@@ -237,6 +238,42 @@ def test_a_job_that_loses_a_node_of_engines_goes_on_without_it(cluster, submit, 
     assert cluster.wait(more, timeout_s=60) == "COMPLETED", cluster.output(more)
     eventually(lambda: not of_jobs(cluster), 20, lambda: str(of_jobs(cluster)))
     cluster.restore("node2")
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+def test_served_models_of_a_job_have_nodes_of_their_own_and_are_started_again(cluster, submit, world, tmp_path):
+    """A user and a judge, whom a workflow and a reward ask; both are killed, and no answer fails for it."""
+    run, model = RunFolder(tmp_path / "run"), world / "model"
+    rows = [{"prompt": f"{a}+{a + 1}=", "answer": str(2 * a + 1), "response_tokens": 6} for a in range(10, 99)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    changes = {
+        "data.train": tmp_path / "rows.jsonl",
+        "trainer.pp": 1,
+        "rollout.engines": 1,
+        "rollout.workflow": "tests.support.served_flows:asks_a_user",
+        "rollout.turns": 2,
+        "rollout.samples": "individual",
+        "rollout.max_new_tokens": 300,  # room for the conversation
+        "rollout.max_staleness": 1,
+        "served.user.path": model,
+        "served.user.max_new_tokens": 16,
+        "served.judge.path": model,
+        "served.judge.max_new_tokens": 350,
+        "reward.function": "tests.support.served_rewards:by_judge",
+        "reward.timeout_s": 60,
+        "data.eval": "",
+    }
+    job = submit("--restarts", "2", *tiny(world, tmp_path, updates=6, **changes))
+    eventually(lambda: trained(run) >= 2, 900, lambda: cluster.output(job))
+    for name in ("user", "judge"):
+        os.kill(next(p.pid for p in cluster.processes() if p.environ().get("AREAL_SERVED") == name), signal.SIGKILL)
+    assert cluster.wait(job, timeout_s=800) == "COMPLETED", cluster.output(job)
+    output = cluster.output(job)
+    assert all(f"{name}-0 was killed by SIGKILL" in output for name in ("user", "judge")), output
+    lines = [line for line in read_metrics(run) if line["kind"] == "update"]
+    assert len(lines) == 6 and run.incarnation == 0
+    assert lines[-1]["reward_failures"] == lines[-1]["workflow_failures"] == 0
 
 
 @pytest.mark.soak
