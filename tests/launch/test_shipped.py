@@ -49,6 +49,7 @@ SIZES = {
     "data.max_prompt_tokens": 400,
     "trainer.tp": 1,
     "trainer.pp": 1,
+    "trainer.cp": 1,
     "trainer.dp": 1,
     "trainer.ep": 1,
     "trainer.etp": 0,

@@ -75,6 +75,7 @@ def tiny(world: Path, runs: Path, **changes) -> list[str]:
         "model.dtype": "float32",
         "trainer.tp": 1,
         "trainer.pp": 2,
+        "trainer.cp": 1,
         "trainer.dp": 1,
         "trainer.microbatch_tokens": 2048,
         "rollout.tp": 1,

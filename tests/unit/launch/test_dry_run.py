@@ -67,7 +67,8 @@ def test_another_python_of_a_pool_is_shown(arguments, capsys):
 def test_the_scripts_plan_for_the_nodes_of_their_headers(world, tmp_path):
     keys = [f"model.path={world / 'model'}", f"data.train={world / 'train.jsonl'}", f"data.eval={world}/heldout.jsonl"]
     keys += ["reward.function=math", "rollout.max_new_tokens=24", "data.max_prompt_tokens=32", "model.dtype=float32"]
-    keys += ["trainer.tp=1", "trainer.dp=24", f"runs_dir={tmp_path / 'runs'}", "machine.host=ib0", "--dry-run"]
+    keys += ["trainer.tp=1", "trainer.cp=1", "trainer.dp=24"]
+    keys += [f"runs_dir={tmp_path / 'runs'}", "machine.host=ib0", "--dry-run"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
     command = ["bash", "slurm/train_32b.sh", *keys]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
