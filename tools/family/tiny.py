@@ -116,8 +116,9 @@ def _divided(number: int) -> list[bool]:
 
 def _width(value: int, least: int, step: int) -> int:
     """Returns a width of at least `least` with the remainder that `value` leaves after multiples of `step`, divided by
-    3 where that is."""
-    candidates = (least + value % step + step * more for more in range(3))
+    3 where that is; a multiple of `step` where `least` is one step."""
+    remainder = value % step if least > step else 0
+    candidates = (least + remainder + step * more for more in range(3))
     return next(n for n in candidates if (n % 3 == 0) == (value % 3 == 0))
 
 

@@ -274,6 +274,12 @@ FOLDERS = {
 }
 
 
+@pytest.mark.parametrize("width", [32, 96, 160, 1408])
+def test_half_of_a_tiny_expert_is_nothing_that_engines_pad(width):
+    config = read_config(ROOT / "configs" / "models" / EXPERTS) | {"moe_intermediate_size": width}
+    assert tiny.shrunk(config)["moe_intermediate_size"] % 64 == 0
+
+
 @pytest.mark.parametrize("name", ["qwen3.5", "qwen3.5-moe"])
 def test_models_with_images_are_right_in_small(tmp_path, name):
     make_with_images(name).save_pretrained(tmp_path / "saved")
