@@ -24,6 +24,7 @@ from areal_megatron.checkpoint.convert import from_hf, to_hf
 from areal_megatron.checkpoint.disk import CheckpointError
 from areal_megatron.programs import convert
 from tests.support.reshard_oracle import MODELS, write_model
+from tests.support.saved_tensors import assert_equal, weights
 
 ROOT = Path(__file__).resolve().parents[3]
 FC2 = "decoder.layers.mlp.linear_fc2.weight"
@@ -54,16 +55,6 @@ def checkpoint(converted, tmp_path):
 def hf_folder(models, tmp_path):
     """The model qwen3 as a Hugging Face folder to be damaged."""
     return shutil.copytree(models["qwen3"][0], tmp_path / "model")
-
-
-def weights(folder):
-    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
-
-
-def assert_equal(found, expected):
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype, name
 
 
 def refused(capsys, folder, *arguments):

@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from areal_megatron.checkpoint import hf
 from areal_megatron.checkpoint.convert import from_hf, to_hf
@@ -17,18 +17,9 @@ from areal_megatron.models.names import TOWER, own
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 from tests.support.models_with_images import make_with_images, write_with_images
 from tests.support.reshard_oracle import megatron_shard
+from tests.support.saved_tensors import assert_equal, weights
 
 NAMES = ("qwen3.5", "qwen3.5-moe")
-
-
-def weights(folder):
-    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
-
-
-def assert_equal(found, expected):
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype, name
 
 
 def of_language_model(tensors):
