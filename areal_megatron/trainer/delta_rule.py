@@ -160,11 +160,12 @@ def delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, strengt
     later = torch.ones(total.size(-1), total.size(-1), dtype=torch.bool, device=total.device).triu(1)
     faded = (total.unsqueeze(-1) - total.unsqueeze(-2)).float().masked_fill(later, -torch.inf).exp()
     begun, rest = total.float().exp().unsqueeze(-1), (total[..., -1:] - total).float().exp().unsqueeze(-1)
-    # What the tokens of a chunk write depends on what those before them have written: a triangular system.
+    # What the tokens of a chunk write depends on what those before them have written: a triangular system. Its inverse
+    # is narrower than what it is multiplied with.
     system = beta.unsqueeze(-1) * faded * (k @ k.mT)
-    sides = torch.cat((v, begun * k.expand(*v.shape[:-1], -1)), -1) * beta.unsqueeze(-1)
-    solved = torch.linalg.solve_triangular(system, sides, upper=False, unitriangular=True)
-    written, known = solved.split((v.size(-1), k.size(-1)), -1)
+    one = torch.eye(system.size(-1), dtype=system.dtype, device=system.device)
+    solved = torch.linalg.solve_triangular(system, one, upper=False, unitriangular=True) * beta.unsqueeze(-2)
+    written, known = solved @ v, (solved * total.float().exp().unsqueeze(-2)) @ k
     parts = (written, known, faded * (q @ k.mT), begun * q, rest * k, begun[..., -1:, :])
     out = _from_chunk_to_chunk(parts, chunks)
     return chunks.take(out.permute(0, 3, 1, 2, 4).flatten(2, 3)).to(value.dtype)

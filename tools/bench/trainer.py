@@ -4,6 +4,7 @@
                                   [--group 8] [--prompt 6] [--median 24] [--sigma 1.0] [--longest 256] [--cap 2048]
                                   [--minibatches 4] [--dtype float32] [--recompute none] [--repetitions 9]
                                   [--lora RANK] [--threads 1] [--json FILE]
+    python tools/bench/trainer.py --delta-nets [--dtype float32] [--repetitions 9] [--threads 1] [--json FILE]
 
 A folder with random weights is made; lengths are drawn and packed as in a run; then the real trainer and the plain loop
 (tools/bench/plain_loop.py) train the same batch in turn, in one process. `short`: the demo's additions; `equal`: every
@@ -16,6 +17,10 @@ MFU is that of the useful FLOPs (models/flops.py: every token once, forward, bac
 a large product in the same repetition. Memory is what the process takes beyond what it had before, against that of
 `areal plan`. With --lora the trainer then trains the batch with adapters of this rank on all linear layers. Last come
 the lines that make the host wait for the device (tools/bench/synchronisations.py), in one update.
+
+With --delta-nets two layers of the trainer are compared instead, one with a gated delta net and one with attention, of
+a small Qwen3.5 (tools/bench/delta_net.py): forwards and backwards in turn, on a sequence of 2,048 tokens, then on as
+many tokens in short ones.
 """
 
 from __future__ import annotations
@@ -55,7 +60,7 @@ from areal_megatron.packing.partition import split
 from areal_megatron.planning.memory.trainer import trainer_memory
 from areal_megatron.run.folder import RunFolder
 from areal_megatron.trainer.trainer import Trainer
-from tools.bench import common
+from tools.bench import common, delta_net
 from tools.bench.common import cell, positive, spread
 from tools.bench.logprobs import peak
 from tools.bench.plain_loop import PlainLoop, ways
@@ -297,6 +302,22 @@ def table(row: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def compare_layers(
+    config: Config, hf: dict[str, Any], options: argparse.Namespace, folder: Path
+) -> list[dict[str, Any]]:
+    """Returns what the table shows of the two kinds of layers, for the JSON file; prints it row by row."""
+
+    def row(count: int, length: int) -> BatchPart:
+        lengths = Lengths(count, 1, 1, length - 1, 1.0, length)
+        return batches(lengths, "equal", hf["vocab_size"], config, hf, options.seed)[0]
+
+    rows = []
+    for found in delta_net.compare(config, folder, row, timed, options.repetitions):
+        print("\n" + delta_net.table(found), flush=True)
+        rows.append(found)
+    return rows
+
+
 def configure(options: argparse.Namespace, folder: Path) -> Config:
     return Config(
         name="bench",
@@ -329,9 +350,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     parser.add_argument("--recompute", choices=("none", "elementwise", "mlp", "full"), default="none")
     parser.add_argument("--lora", type=positive, metavar="RANK", help="adapters beside all weights")
+    parser.add_argument("--delta-nets", action="store_true", help="a layer with one against a layer with attention")
     parser.add_argument("--threads", type=positive, default=1, help="of torch, without a GPU")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
+    if options.delta_nets:  # a batch is one row
+        options.minibatches = options.prompt = options.group = 1
+        options.cap = options.longest = delta_net.TOKENS
     if options.answers < options.minibatches:
         parser.error(f"--answers {options.answers} are too few for --minibatches {options.minibatches}")
     return options
@@ -341,7 +366,8 @@ def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
     torch.set_num_threads(options.threads)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    hf = PRESETS[options.model]() | ({"num_hidden_layers": options.layers} if options.layers else {})
+    hf = delta_net.SIZES if options.delta_nets else PRESETS[options.model]()
+    hf |= {"num_hidden_layers": options.layers} if options.layers else {}
     lengths = Lengths(options.answers, options.group, options.prompt, options.median, options.sigma, options.longest)
     rows = []
     with tempfile.TemporaryDirectory() as made:
@@ -349,8 +375,11 @@ def main(arguments: list[str] | None = None) -> None:
         write_checkpoint(folder / "model", hf, device)
         config = configure(options, folder)
         where = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {options.threads} threads"
-        print(f"{options.model}, {options.dtype}, on {where}; median (lowest – highest) of {options.repetitions}")
-        for number, draw in enumerate(options.draw):
+        name = "Qwen3.5's layers" if options.delta_nets else options.model
+        print(f"{name}, {options.dtype}, on {where}; median (lowest – highest) of {options.repetitions}")
+        if options.delta_nets:
+            rows = compare_layers(config, hf, options, folder / "run")
+        for number, draw in enumerate(() if options.delta_nets else options.draw):
             try:
                 rows.append(measure(draw, lengths, config, hf, options, folder / f"run-{number}"))
             except ConfigError as e:

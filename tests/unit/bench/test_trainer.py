@@ -61,6 +61,18 @@ def test_the_plain_loop_trains_as_the_trainer_does(model, tmp_path):
         assert any("clip_grads" in found["file"] for found in row["synchronisations"])
 
 
+@pytest.mark.soak
+def test_a_gated_delta_net_is_no_slower_than_half_of_attention(tmp_path):
+    report = tmp_path / "report.json"
+    command = [sys.executable, "-m", "tools.bench.trainer", "--delta-nets", "--repetitions", "3", "--json", str(report)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(report.read_text())["rows"]
+    assert [row["sequences"] for row in rows] == [1, 8, 64]
+    assert all(set(row["tokens_per_s"]) == set(row["weights"]) for row in rows)
+    assert rows[0]["ratio"][""]["median"] >= 0.5 and "2,048 tokens" in done.stdout
+
+
 def test_wrong_options_are_one_line(capsys):
     with pytest.raises(SystemExit) as ended:
         parse(["--answers", "2", "--minibatches", "4"])
