@@ -14,7 +14,7 @@ from areal_megatron.data.chat_template import Span
 from areal_megatron.data.conversations import Conversation, conversation_of, is_conversation
 from areal_megatron.data.drawing import digest_of
 from areal_megatron.data.files import Record, records
-from areal_megatron.data.formats import Chat, field, prompt_of, text_of
+from areal_megatron.data.formats import Chat, check_text_alone, field, prompt_of, text_of
 from areal_megatron.data.prompts import LeftOut
 from areal_megatron.data.samples import ConversationRenderer, RenderedText
 from areal_megatron.data.tokenizer import Tokenizer
@@ -93,6 +93,7 @@ def _examples(
     asked, rendered = [], []
     for record in found:
         try:
+            check_text_alone(record.row, record.where)
             if is_conversation(record.row):
                 conversation = conversation_of(record.row, record.where, settings.turns)
                 rendered.append((record, renderer.samples(conversation, record.where)))

@@ -45,6 +45,9 @@ _ALSO_CALLED = {
     "rejected": ("dispreferred", "worse"),
 }
 """What others call our fields."""
+_SHOWN_OR_PLAYED = ("image", "images", "image_url", "input_image", "video", "videos", "video_url")
+_SHOWN_OR_PLAYED += ("audio", "audios", "audio_url", "input_audio")
+"""Names of fields, and of parts of messages, that are no text."""
 _UNPACKED_BYTES = 1 << 30
 """Limit on a decompressed LiveCodeBench field."""
 _PICKLED_TEXT = {
@@ -77,8 +80,9 @@ def read_item(row: Row, where: str, seed: Sequence[int]) -> Item:
     """Returns the item of a row, in whichever format it is.
 
     `where` names the row in errors, `seed` shuffles the choices of a multiple-choice question. Raises ConfigError for
-    an unknown format, a missing field, and a field of the wrong type or with an invalid value.
+    an unknown format, a missing field, a field of the wrong type or with an invalid value, and what is no text.
     """
+    check_text_alone(row, where)
     known = [key for key in FORMATS if key in row]
     if known:
         # a column of Parquet that is another format's may be there and empty
@@ -91,6 +95,39 @@ def read_item(row: Row, where: str, seed: Sequence[int]) -> Item:
         f"{where}: field 'prompt' is missing, found {_names(row)}; other formats have one of "
         f"{', '.join(map(repr, list(FORMATS)[1:]))} (docs/data.md#formats)"
     )
+
+
+def check_text_alone(row: Row, where: str) -> None:
+    """Raises ConfigError for a row with images, videos or sound, in a field or in a part of a message."""
+    if name := next((name for name in _SHOWN_OR_PLAYED if _is_given(row.get(name))), ""):
+        raise ConfigError(
+            f"{where}: field {name!r} is no text, and models get texts alone here; leave the row out, or the field if "
+            "the prompt does without"
+        )
+    for name, said in row.items():
+        for number, message in enumerate(said if isinstance(said, list) else (), 1):
+            content = message.get("content") if isinstance(message, dict) else None
+            for part in content if isinstance(content, list) else ():
+                if isinstance(part, dict) and (kind := _kind_of_part(part)):
+                    raise ConfigError(
+                        f"{where}: message {number} of {name!r} has a part {kind!r}, and models get texts alone here; "
+                        "leave the row out"
+                    )
+
+
+def _is_given(value: Any) -> bool:
+    """Whether a field holds anything: of a data set in which only some rows have an image, others hold None or parts
+    that are None."""
+    if isinstance(value, dict | list):
+        return any(map(_is_given, value.values() if isinstance(value, dict) else value))
+    return bool(value)
+
+
+def _kind_of_part(part: dict[str, Any]) -> str:
+    """Returns what a part of a message is, "" if it may be a text."""
+    if part.get("type") in _SHOWN_OR_PLAYED:
+        return part["type"]
+    return next((name for name in _SHOWN_OR_PLAYED if _is_given(part.get(name))), "")
 
 
 def field(row: Row, name: str, kinds: tuple[type, ...], where: str) -> Any:

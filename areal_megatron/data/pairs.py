@@ -12,7 +12,7 @@ from areal_megatron.config import ConfigError
 from areal_megatron.data.conversations import Conversation, Message, check_order, messages_of, tools_of
 from areal_megatron.data.drawing import digest_of, stated
 from areal_megatron.data.files import records
-from areal_megatron.data.formats import Chat, Row, field, prompt_of, text_of
+from areal_megatron.data.formats import Chat, Row, check_text_alone, field, prompt_of, text_of
 from areal_megatron.data.samples import ConversationRenderer
 from areal_megatron.data.tokenizer import Tokenizer
 
@@ -59,6 +59,7 @@ def read_pairs(text: str | Path, tokenizer: Tokenizer) -> list[Pair]:
     """
     found, texts, conversations = list(records(text)), {}, {}
     for record in found:
+        check_text_alone(record.row, record.where)
         if has_more_than_text(record.row):
             conversations[record.id] = read_conversations(record.row, record.where)
         else:
