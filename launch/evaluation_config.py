@@ -158,9 +158,14 @@ def config_of_run(options: argparse.Namespace, folder: Path) -> Config:
             timeout_s=first_given(options.reward_timeout_s, reward.timeout_s),
             group_function="",
         ),
-        served=ServedConfig(**{name: model for name, model in trained.served_models.items() if name in asked}),
+        served=ServedConfig(**{name: _alone(model) for name, model in trained.served_models.items() if name in asked}),
         ppo=PPOConfig(),
     )
+
+
+def _alone(model: ServedModelConfig) -> ServedModelConfig:
+    """Returns a served model with engines of its own: the one that is evaluated is no base that it could share."""
+    return replace(model, engines=model.engines or 1)
 
 
 def _asked(config: Config) -> set[str]:

@@ -629,8 +629,9 @@ class ServedModelConfig:
     """The model, given as `model.path`. Empty: none is served."""
     adapter: str = key("", needs="path")
     """Adapter that it answers with, PEFT's folder or OWNER/NAME[@REVISION] on the Hugging Face hub."""
-    engines: int = key(1, at_least=1, needs="path")
-    """Engines that serve it."""
+    engines: int = key(1, at_least=0, needs="path")
+    """Engines that serve it. 0: the policy's serve it too; `path` is then model.path, with `adapter` or without one
+    (docs/served.md)."""
     tp: int = key(1, at_least=1, needs="path")
     """Tensor-parallel size of such an engine."""
     dtype: str = key("model", choices=("model", "bfloat16", "float16", "float32"), needs="path")
@@ -801,6 +802,11 @@ class Config:
         return {name: model for name, model in named.items() if model.path}
 
     @property
+    def lodgers(self) -> dict[str, ServedModelConfig]:
+        """The served models without engines of their own: the policy's serve them, as their base or with an adapter."""
+        return {name: model for name, model in self.served_models.items() if not model.engines}
+
+    @property
     def teachers(self) -> list[str]:
         """The names of the served models that are asked how likely they find what was sampled."""
         return [name for name in TEACHERS if name in self.served_models] if self.ppo.penalty.asks_teacher else []
@@ -862,8 +868,13 @@ class Config:
 
     @property
     def longest_sequence(self) -> int:
-        """Tokens of the longest prompt and the longest answer together; vLLM's max_model_len."""
+        """Tokens of the longest prompt and the longest answer together."""
         return self.data.max_prompt_tokens + self.rollout.max_new_tokens
+
+    @property
+    def longest_in_engine(self) -> int:
+        """The most tokens of a sequence in the policy's engines; vLLM's max_model_len."""
+        return max([self.longest_sequence, *(model.max_length for model in self.lodgers.values())])
 
     @property
     def run_dir(self) -> Path:

@@ -157,12 +157,25 @@ def _check_served(config: Config, require: Require) -> None:
         named, place = environment.teacher, f"environments.{number}.teacher"
         require(not named or asks, place, f"has no meaning without {key}=served.teacher")
         require(not named or named in config.teachers, f"served.{named}.path", f"{place}={named} needs one")
-    for name in config.served_models:
+    for name, model in config.lodgers.items():
+        place, whose = f"served.{name}", "the policy's engines serve it"
+        require(name != "reward", f"{place}.engines", "a reward model has engines of its own: set it to 1 or more")
+        problem = f"0: {whose}, which can do so with lora.rank alone, and without lora.merge"
+        require(config.engines_adapt, f"{place}.engines", problem)
         require(
-            not config.machine.shared,
-            "machine.shared",
-            f"engines of served.{name} have slots of their own: set it to false",
+            model.path == config.model.path,
+            f"{place}.path",
+            f"{model.path}, but with engines=0 {whose}, of {config.model.path}: name that, or give it engines",
         )
+        for key in ("tp", "dtype", "vllm"):
+            given = model.vllm if key == "vllm" else not _is_default(model, key)
+            require(not given, f"{place}.{key}", f"has no meaning with engines=0, where {whose}")
+    for name, model in config.served_models.items():
+        why = f"engines of served.{name} have slots of their own"
+        if not model.engines:  # what a teacher tells takes memory that is planned for nobody
+            why = f"a teacher such as served.{name} needs engines with GPUs to themselves"
+        free = not model.engines and name not in config.teachers
+        require(free or not config.machine.shared, "machine.shared", f"{why}: set it to false")
 
 
 def _check_judge(config: Config, require: Require) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,7 +14,8 @@ from areal_megatron.data.trajectory import Trajectory
 from areal_megatron.engine.client import EngineClient, EngineError, ScoredText
 from areal_megatron.models.architecture import read_config
 from areal_megatron.process.lateness import now
-from areal_megatron.run.folder import RunError, RunFolder, served_name
+from areal_megatron.reward.served import engines_of
+from areal_megatron.run.folder import RunError, RunFolder
 
 log = logging.getLogger(__name__)
 _AT_ONCE = 32
@@ -56,11 +56,11 @@ class _Teacher:
     def __init__(self, name: str, config: Config, run: RunFolder):
         self._name, self._model = name, config.served_models[name]
         self._away_s, self._run, self._token = config.reward.away_s, run, run.token
-        self._adapter = name if self._model.adapter else ""
+        self._adapter = name if self._model.adapter or not self._model.engines else ""
         self._top_k, self._vocabulary = config.ppo.penalty.top_k, read_config(config.model.path)["vocab_size"]
         self._clients: dict[str, EngineClient] = {}
         """By endpoint, which is another one when an engine has been started again."""
-        self._room = asyncio.Semaphore(_AT_ONCE * self._model.engines)
+        self._room = asyncio.Semaphore(_AT_ONCE * (self._model.engines or config.rollout.engines))
         self._asked = 0
 
     async def score(self, trajectory: Trajectory) -> None:
@@ -80,9 +80,9 @@ class _Teacher:
         began = reminded = now()
         while True:
             problem = ""
-            for index in random.sample(range(self._model.engines), self._model.engines):
+            for engine in self._engines():
                 try:
-                    client, self._asked = self._client(served_name(self._name, index)), self._asked + 1
+                    client, self._asked = self._client(engine), self._asked + 1
                     request_id = f"{self._name}-{self._asked}"
                     return await client.score(tokens, request_id=request_id, top_k=self._top_k, adapter=self._adapter)
                 except (EngineError, RunError) as e:
@@ -93,6 +93,12 @@ class _Teacher:
                 reminded = now()
                 log.warning("answers have waited %.0f s for served.%s: %s", away_s, self._name, problem)
             await asyncio.sleep(_RETRY_S)
+
+    def _engines(self) -> list[str]:
+        try:
+            return engines_of(self._name, self._model, self._run)
+        except RunError:  # none is there: it is waited for
+            return []
 
     def _client(self, engine: str) -> EngineClient:
         endpoint = self._run.endpoint(engine)

@@ -35,11 +35,11 @@ def read(text: str) -> list[Named]:
     return [Named(one["name"], one["folder"], Adapter.of_told(one["adapter"])) for one in json.loads(text or "[]")]
 
 
-def served(folders: Mapping[str, str]) -> list[str]:
+def served(folders: Mapping[str, str], others: Sequence[str] = ()) -> list[str]:
     """Returns the options of vLLM's command line for a server of adapters, whose folders these are by the names, and of
-    the model without one as BASE."""
+    the model without one as BASE, and under `others`."""
     described = [json.dumps({"name": name, "path": folder}) for name, folder in folders.items()]
-    return ["--served-model-name", BASE, "--lora-modules", *described]
+    return ["--served-model-name", BASE, *others, "--lora-modules", *described]
 
 
 @dataclass(frozen=True)

@@ -128,7 +128,7 @@ def cpu_bytes(config: Config, hf_config: Mapping[str, Any], memory: int) -> int:
     d = architecture(hf_config).dimensions
     together = _together(d)
     block = tokens * bytes_per_token(config, hf_config) * together // d.full_layers
-    answer = -(-config.longest_sequence // tokens) * -(-d.full_layers // together) - (-d.linear_layers // together)
+    answer = -(-config.longest_in_engine // tokens) * -(-d.full_layers // together) - (-d.linear_layers // together)
     within = int(SHARE * memory) // (config.rollout.engines * config.rollout.tp * block)
     return block * max(min(1 + config.rollout.max_running * answer, within), 1 + answer)  # vLLM keeps a block to itself
 

@@ -40,7 +40,8 @@ async def _sample(request: Request) -> Response:
     """Samples what is asked for and answers with a list of RawAnswer, or with status 400 if vLLM refuses the request.
 
     Body: {"request_id": str, "token_ids": [int], "sampling_params": {…} as vLLM names them, "cache_salt": str or none,
-    "adapter": its name; without one the policy's, or none}. A client that leaves has its request aborted.
+    "adapter": its name, or a name of the model without any; by default the policy's, or none}. A client that leaves has
+    its request aborted.
     """
     body = msgspec.json.decode(await request.body())
     try:
@@ -49,10 +50,10 @@ async def _sample(request: Request) -> Response:
         sampling = SamplingParams(**body["sampling_params"], **final_only)
         prompt = tokens_input(body["token_ids"], cache_salt=body.get("cache_salt"))
         engine = request.app.state.engine_client
-        adapters, chosen = request.app.state.openai_serving_models.lora_requests, body.get("adapter")
-        if chosen and chosen not in adapters:
+        models, chosen = request.app.state.openai_serving_models, body.get("adapter")
+        adapter = models.lora_requests.get(chosen or SERVED_MODEL)
+        if chosen and not adapter and not models.is_base_model(chosen):
             raise ValueError(f"no adapter {chosen!r} is served")
-        adapter = adapters.get(chosen or SERVED_MODEL)
         generating = engine.generate(prompt, sampling, body["request_id"], lora_request=adapter)
         answered = await _unless_left(request, generating)
     except (VLLMClientError, ValueError) as e:

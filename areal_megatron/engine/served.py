@@ -28,6 +28,7 @@ from areal_megatron.engine.server import (
     passed_through,
     reserve_port,
     server_environment,
+    teaching_arguments,
     url,
 )
 from areal_megatron.models.architecture import architecture, read_config
@@ -39,8 +40,6 @@ from areal_megatron.run.versions import require
 
 _MORE_TOKENS = 1024
 """What a text may be longer than prompt and answer: the model may have another template, and other tokens."""
-_SCORED = 1024
-"""Tokens of a teacher's step on a GPU: of their logits vLLM holds several copies beside what it has planned."""
 _RUNNING = 64
 """Most requests at the same time on CPU, where the KV cache is as large as that asks for."""
 
@@ -109,13 +108,9 @@ def arguments(config: Config, name: str) -> list[str]:
         words += ["--runner", "pooling"]
     else:
         words += ["--generation-config", "vllm", "--hf-overrides", json.dumps(overrides(config))]
-    if name in TEACHERS and config.ppo.penalty.top_k:
-        words += ["--max-logprobs", str(config.ppo.penalty.top_k)]
-    if config.machine.is_cpu:
-        return words + cpu_arguments(config, hf_config)
-    if name in TEACHERS and config.ppo.penalty.asks_teacher:
-        words += ["--max-num-batched-tokens", str(_SCORED)]
-    return words
+    if name in TEACHERS:
+        words += teaching_arguments(config)
+    return words + cpu_arguments(config, hf_config) if config.machine.is_cpu else words
 
 
 @one_line()

@@ -61,6 +61,8 @@ PASSED_THROUGH = "--passed-through"
 SHARED_MEMORY = Path("/dev/shm")
 LEAST_SHARED = 16 * 2**20
 """Bytes: locks of processes, and the messages to the ranks of an engine."""
+_SCORED = 1024
+"""Tokens of a teacher's step on a GPU: of their logits vLLM holds several copies beside what it has planned."""
 _TRIES = 100
 """How often ports in a row are looked for."""
 
@@ -88,30 +90,32 @@ def server_command(
     config: Config, host: str, port: int, part: NodePart = NodePart(), named: Sequence[Named] = ()
 ) -> list[str]:
     """Returns vLLM's command line for an engine, or its first part, that listens on host and port. `named`: adapters in
-    files that it serves in place of the trainers'."""
+    files that it serves beside the trainers', if it gets one from them."""
     command = [sys.executable, "-m", "areal_megatron.engine.serving"]
     command += ["--model", _model(config)]
+    folders = {one.name: str(Path(one.folder).absolute()) for one in named}
     if config.engines_adapt:
         first = str(Path(config.lora.start).absolute()) if config.lora.start else adapters.IN_MEMORY
-        command += adapters.served({SERVED_MODEL: first})
+        without = [name for name, model in config.lodgers.items() if not model.adapter]
+        command += adapters.served({SERVED_MODEL: first} | folders, without)
     elif named:
-        command += adapters.served({one.name: str(Path(one.folder).absolute()) for one in named})
-        room = adapters.slots([one.adapter for one in named], architecture(read_config(config.model.path)))
-        command += room.arguments
+        command += adapters.served(folders)
     else:
         command += ["--served-model-name", SERVED_MODEL]
+    if config.lodgers.keys() & {*config.teachers}:
+        command += teaching_arguments(config)
     command += ["--host", host, "--port", str(port)]
     command += ["--middleware", "areal_megatron.engine.sample_route.SampleRoute"]
     command += ["--middleware", "areal_megatron.engine.middleware.CommitRoute"]
     command += ["--middleware", "areal_megatron.engine.guard.TokenGuard"]  # the last is outermost
     command += ["--enable-scale-out", "--disable-uvicorn-access-log"]
-    return command + engine_arguments(config) + part.arguments
+    return command + engine_arguments(config, named) + part.arguments
 
 
-def headless_command(config: Config, part: NodePart) -> list[str]:
+def headless_command(config: Config, part: NodePart, named: Sequence[Named] = ()) -> list[str]:
     """Returns the command line for a part that serves no requests."""
     command = [sys.executable, "-m", "areal_megatron.engine.headless", _model(config), "--headless"]
-    return command + engine_arguments(config) + part.arguments
+    return command + engine_arguments(config, named) + part.arguments
 
 
 def _model(config: Config) -> str:
@@ -123,12 +127,12 @@ def passed_through(config: Config) -> list[str]:
     return [PASSED_THROUGH, json.dumps(config.rollout.vllm)] if config.rollout.vllm else []
 
 
-def engine_arguments(config: Config) -> list[str]:
+def engine_arguments(config: Config, named: Sequence[Named] = ()) -> list[str]:
     """Returns the options of vLLM's command line that are ours to set, of each part of an engine."""
     rollout, hf_config = config.rollout, read_config(config.model.path)
     command = ["--dtype", config.model.dtype, "--tensor-parallel-size", str(rollout.tp)]
     command += ["--hf-overrides", json.dumps(overrides(config))]
-    command += ["--max-model-len", str(config.longest_sequence)]
+    command += ["--max-model-len", str(config.longest_in_engine)]
     command += ["--max-num-seqs", str(rollout.max_running), "--seed", str(config.seed)]
     backend = {"full": "areal", "streamed": "areal-streamed"}[config.reshard.staging]
     if backend == "areal-streamed" and config.reshard.may_send_changes:
@@ -142,8 +146,9 @@ def engine_arguments(config: Config) -> list[str]:
         command += ["--enable-expert-parallel"]
     if rollout.replay_routes:
         command += ["--enable-return-routed-experts"]
-    if adapter := served(config, hf_config):
-        command += adapters.slots([adapter], architecture(hf_config)).arguments
+    own = served(config, hf_config)
+    if together := [*([own] if own else []), *(one.adapter for one in named)]:
+        command += adapters.slots(together, architecture(hf_config)).arguments
     if config.machine.is_cpu:
         command += cpu_arguments(config, hf_config)
     else:
@@ -167,6 +172,15 @@ def cpu_arguments(config: Config, hf_config: Mapping[str, Any]) -> list[str]:
     if config.rollout.tp == 1:
         command += ["--distributed-executor-backend", "uni"]
     return command
+
+
+def teaching_arguments(config: Config) -> list[str]:
+    """Returns the options of vLLM's command line for an engine of a model that says how likely it finds tokens, if the
+    run asks for that."""
+    penalty = config.ppo.penalty
+    words = ["--max-logprobs", str(penalty.top_k)] if penalty.top_k else []
+    scores = penalty.asks_teacher and not config.machine.is_cpu
+    return [*words, "--max-num-batched-tokens", str(_SCORED)] if scores else words
 
 
 def overrides(config: Config) -> dict[str, Any]:
@@ -289,9 +303,10 @@ def main() -> None:
     site = Site.of(os.environ)
     cpus, host = own_cores(config), address(site.listens if site else config.machine.host)
     number, parts = map(int, os.environ.get(PART, "0/1").split("/"))
+    named = adapters.read(os.environ.get(ADAPTERS, ""))
     if number:
         part = NodePart(number, parts, run.endpoint(os.environ[RENDEZVOUS], config.machine.peer_timeout_s))
-        command = headless_command(config, part)
+        command = headless_command(config, part, named)
     else:
         port, _reservations = reserve_ports(host, *((site.port, 1 + config.rollout.tp) if site else (0, 1)))
         site = site and site._replace(port=port)
@@ -300,7 +315,6 @@ def main() -> None:
             master_port, _master_reservation = reserve_port(host)
             part = NodePart(0, parts, f"{host}:{master_port}")
             run.announce(os.environ[RENDEZVOUS], part.master)
-        named = adapters.read(os.environ.get(ADAPTERS, ""))
         command = server_command(config, host, port, part, named)
         run.announce(engine_name(index), url(site.host, port, "https") if site else url(host, port))
     command += memory_arguments(os.environ) + passed_through(config)

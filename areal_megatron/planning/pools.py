@@ -166,6 +166,8 @@ def _wanted(config: Config) -> list[_Pool]:
         asked = f"rollout.engines={r.engines} × tp={r.tp} is {r.engines * r.tp}"
         pools.append(_Pool("rollout", r.tp, r.engines, "rollout.tp", asked))
     for name, model in config.served_models.items():
+        if not model.engines:  # the policy's serve it
+            continue
         asked = f"served.{name}.engines={model.engines} × tp={model.tp} is {model.engines * model.tp}"
         pools.append(_Pool(name, model.tp, model.engines, f"served.{name}.tp", asked))
     return pools

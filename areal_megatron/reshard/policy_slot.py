@@ -35,6 +35,8 @@ class PolicySlot:
         for layer, module in manager.modules.items():
             for factor, stacks, scale in ((a, module.lora_a_stacked, 1.0), (b, module.lora_b_stacked, adapter.scale)):
                 own = [stacks[number] for number in self._targets(layer)]
+                if not own:  # a layer that another adapter of the engine has
+                    continue
                 shapes = [self._shape(factor, stack) for stack in own]
                 rows = [shape[0] for shape in shapes]
                 received = torch.zeros(sum(rows), shapes[0][1], dtype=own[0].dtype, device=own[0].device)

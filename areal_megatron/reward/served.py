@@ -147,6 +147,18 @@ class StandIns(ServedModels):
         return [Said(WRONG, True, 1, 1)] * n
 
 
+def engines_of(name: str, model: ServedModelConfig, run: RunFolder) -> list[str]:
+    """Returns the names of the engines that serve a model, in a drawn order: its own, or the policy's in this network,
+    as many as are there. Raises RunError if none is."""
+    if model.engines:
+        found = [served_name(name, index) for index in range(model.engines)]
+    else:
+        found = [engine for engine in run.announced_engines() if run.endpoint(engine).startswith("http:")]
+    if not found:
+        raise RunError(f"served.{name}: no engine of the policy, which is to serve it, is there yet")
+    return random.sample(found, len(found))
+
+
 async def ask_engines(
     run: RunFolder,
     name: str,
@@ -160,8 +172,7 @@ async def ask_engines(
     """Returns what an engine of a served model answers to a question, as `remote.ask` does: the engines are asked in
     a drawn order, until one is there. Raises ServiceAway if all are away, and else as `remote.ask` does."""
     problem, end = "", time.monotonic() + limit_s
-    for index in random.sample(range(model.engines), model.engines):
-        engine = served_name(name, index)
+    for engine in engines_of(name, model, run):
         try:
             url, left_s = f"{run.endpoint(engine)}{route}", end - time.monotonic()
             return await remote.ask(url, question, left_s, read, expected, run.token, _REPLY_BYTES)

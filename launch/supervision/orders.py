@@ -161,10 +161,8 @@ def start_order(
         settings |= site.settings
     if process.pool in SERVED:
         settings[SERVED_MODEL] = process.pool
-        model = config.served_models[process.pool]
-        if model.adapter:
-            adapter = peft.for_engines(Path(model.adapter), architecture(read_config(model.path)))
-            settings[ADAPTERS] = adapters.told([Named(process.pool, model.adapter, adapter)])
+    if named := _adapters(config, process) if site is None else []:
+        settings[ADAPTERS] = adapters.told(named)
     if process.of > 1:
         settings |= {PART: f"{process.part}/{process.of}", RENDEZVOUS: rendezvous}
     cores: list[int] = []
@@ -180,6 +178,15 @@ def start_order(
         settings |= ON_CPU
         cores = [slot.id for slot in process.slots]
     return StartOrder(supervisor, process.name, command, settings, str(run.log(process.name)), cores)
+
+
+def _adapters(config: Config, process: Process) -> list[Named]:
+    """The adapters in files that a process serves. Raises ConfigError."""
+    models = config.lodgers if process.pool == "rollout" else config.served_models
+    names = [name for name in models if process.pool in (name, "rollout") and models[name].adapter]
+    base = {name: architecture(read_config(models[name].path)) for name in names}
+    folders = {name: Path(models[name].adapter) for name in names}
+    return [Named(name, str(folders[name]), peft.for_engines(folders[name], base[name])) for name in names]
 
 
 def carry_out(order: StartOrder, children: Children) -> Child:

@@ -10,14 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from areal_megatron.config import PenaltyConfig, PPOConfig, ServedConfig, ServedModelConfig
+from areal_megatron.config import LoraConfig, PenaltyConfig, PPOConfig, ServedConfig, ServedModelConfig
 from areal_megatron.controller.teacher import Teachers
 from areal_megatron.data.tokenizer import Tokenizer
+from areal_megatron.launch.supervision.orders import start_order
+from areal_megatron.planning.pools import Process, Slot
 from areal_megatron.process.errors import first_cause
 from areal_megatron.reward.served import ServedModels
 from areal_megatron.run.folder import RunFolder
 from tests.support.adapter_oracle import adapted_oracle, write_adapter
-from tests.support.engines import ask, make_run, started_beside
+from tests.support.engines import ask, make_run, started_beside, started_engine
 from tests.support.likeliest import likeliest
 from tests.support.plain_results import make_trajectories
 from tests.support.tiny_models import load_oracle
@@ -129,3 +131,58 @@ def test_the_options_of_its_engines_are_vllms_own(served):
 
     (cache,) = [line for line in ask(run, read, name="teacher-0").splitlines() if "cache_config_info{" in line]
     assert 'enable_prefix_caching="False"' in cache
+
+
+def test_the_policys_engines_serve_models_of_their_base(world, tmp_path):
+    """Each with its own adapter or none, asked in one batch with the policy's: none is answered with another one's."""
+    own = {"policy": (4, 8.0, ["all-linear"]), "judge": (RANK, ALPHA, TARGETS), "teacher": (16, 4.0, ["v_proj"])}
+    folders = {name: str(write_adapter(tmp_path / name, world / "model", *each)) for name, each in own.items()}
+    path, limits = str(world / "model"), {"engines": 0, "max_length": LONGEST, "max_new_tokens": LENGTH}
+    lodgers = {name: ServedModelConfig(path, folders[name], **limits) for name in ("judge", "teacher")}
+    lodgers["user"] = ServedModelConfig(path, **limits, temperature=0.0)
+    lodgers["judge"].temperature = 0.0
+    penalty = PenaltyConfig(kl=1.0, kl_form="forward", kl_model="served.teacher", kl_top_k=TOP)
+    changes = {"served": ServedConfig(**lodgers), "ppo": PPOConfig(penalty=penalty)}
+    changes["lora"] = LoraConfig(rank=4, alpha=8.0, start=folders["policy"])
+    run, config = make_run(tmp_path / "run", world, rollout={"temperature": 1.0, "max_running": 8}, **changes)
+    tokenizer, models = Tokenizer(path), ServedModels(config.served_models, run)
+    taught, questions = make_trajectories(3, version=0), ("1+1=", "12+30=", "7+8=")
+    taught = [one for one in taught if one.loss_mask.any()]
+    for trajectory in taught:
+        trajectory.prompt, trajectory.response = trajectory.prompt % 16, trajectory.response % 16
+
+    async def asked(client):
+        teachers, sampling = Teachers(config, run), {"max_tokens": 100, "temperature": 1.0, "stop_tokens": []}
+        policy = asyncio.ensure_future(client.generate([3, 5, 7], n=4, request_id="policy", **sampling))
+        said = [models.chat(name, [{"role": "user", "content": q}]) for q in questions for name in ("judge", "user")]
+        found = asyncio.gather(*said, teachers.score("teacher", taught))
+        most = 0
+        while not found.done():
+            most = max(most, (await client.load()).running)
+            await asyncio.sleep(0.01)
+        answers, beside = await found, not policy.done()
+        await teachers.close()
+        return answers[:-1], await policy, beside, most
+
+    process = Process("engine-0", "rollout", 0, "here", (Slot("here", 0),))
+    with started_engine(run, **start_order(config, run, process, "here").settings):
+        answers, policy, beside, most = ask(run, asked)
+    assert beside and most > 6
+    adapted = {name: adapted_oracle(path, rank, alpha / rank, targets) for name, (rank, alpha, targets) in own.items()}
+    oracles = {"judge": adapted["judge"], "user": load_oracle(path)}
+    for (question, name), (answer,) in zip(((q, n) for q in questions for n in oracles), answers, strict=True):
+        tokens = tokenizer.conversation([{"role": "user", "content": question}])
+        expected = {
+            each: tokenizer.decode(likeliest(model, tokens, tokenizer.stop_tokens, LENGTH))
+            for each, model in oracles.items()
+        }
+        assert answer.text == expected.pop(name) and answer.text not in expected.values()
+    for one in policy:
+        tokens = torch.tensor([3, 5, 7, *one.tokens.tolist()])
+        with torch.no_grad():
+            expected = adapted["policy"](tokens[None]).logits[0].log_softmax(-1)[range(2, len(tokens) - 1), tokens[3:]]
+        torch.testing.assert_close(torch.tensor(one.logprobs), expected, atol=1e-5, rtol=0)
+    for trajectory in taught:
+        with torch.no_grad():
+            expected = response_logprobs(adapted["teacher"], trajectory, 1.0)
+        torch.testing.assert_close(torch.tensor(trajectory.reference), expected, atol=1e-5, rtol=0)

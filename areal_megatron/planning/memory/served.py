@@ -22,7 +22,7 @@ def served_memory(config: Config, gpu_gib: float) -> dict[str, RankMemory]:
     quantized is counted as it would be without, and not refused.
     """
     available = int(gpu_gib * GIB) if config.machine.device == "cuda" else machine_bytes()
-    return {name: _of(name, config, available) for name in config.served_models}
+    return {name: _of(name, config, available) for name, model in config.served_models.items() if model.engines}
 
 
 def _of(name: str, config: Config, available: int) -> RankMemory:

@@ -44,6 +44,9 @@ rollout:
 """
 
 
+LODGER = ["lora.rank=4", "model.path=DIR", "served.user.path=DIR", "served.user.engines=0"]
+
+
 def load(tmp_path, text=MINIMAL, overrides=()):
     path = tmp_path / "c.yaml"
     path.write_text(text)
@@ -212,6 +215,16 @@ def test_every_default_is_allowed_and_every_key_is_explained_or_plain():
             MINIMAL,
             ["reward.function=model", "served.reward.path=DIR", "machine.shared=true"],
             ["machine.shared", "engines of served.reward have slots of their own"],
+        ),
+        (MINIMAL, ["served.user.path=DIR", "served.user.engines=0"], ["served.user.engines", "with lora.rank alone"]),
+        (MINIMAL, [*LODGER, "lora.merge=true"], ["served.user.engines", "without lora.merge"]),
+        (MINIMAL, [*LODGER, "served.user.path=other"], ["served.user.path", "other, but with engines=0", "of DIR"]),
+        (MINIMAL, [*LODGER, "served.user.vllm.seed=1"], ["served.user.vllm", "no meaning with engines=0"]),
+        (MINIMAL, [*LODGER, "served.user.tp=2"], ["served.user.tp", "no meaning with engines=0"]),
+        (
+            MINIMAL,
+            ["reward.function=model", "served.reward.path=DIR", "served.reward.engines=0"],
+            ["served.reward.engines", "a reward model has engines of its own"],
         ),
         (MINIMAL, ["optimizer.schedule=linaer"], ["optimizer.schedule", "did you mean 'linear'"]),
         (MINIMAL, ["optimizer.schedule={linear: 0.1}"], ["optimizer.schedule", "must be one of", "{'linear': 0.1}"]),

@@ -16,7 +16,18 @@ import numpy as np
 import pytest
 
 from areal_megatron.checkpoint import peft
-from areal_megatron.config import ConfigError, config_file
+from areal_megatron.config import (
+    Config,
+    ConfigError,
+    DataConfig,
+    LoraConfig,
+    ModelConfig,
+    RewardConfig,
+    ServedConfig,
+    ServedModelConfig,
+    config_file,
+)
+from areal_megatron.config.config_file import save
 from areal_megatron.controller.changed import Changed
 from areal_megatron.controller.engine import Engine
 from areal_megatron.controller.environment import Environment, Environments
@@ -584,6 +595,19 @@ def test_models_are_served_where_a_workflow_or_a_reward_may_ask_them(world, tmp_
     assert served("mine:run") == {"user", "judge"} and served("single_turn") == set()
     assert served("single_turn", reward="function: judge") == {"judge"}
     assert served("single_turn", "--reward", "math", reward="function: judge") == set()
+
+
+def test_a_model_that_shared_the_policys_engines_has_its_own_in_an_evaluation(world, tmp_path):
+    """The policy that is evaluated has its adapter in its weights."""
+    run, path = tmp_path / "mine", str(world / "model")
+    shutil.copytree(path, run / "hf")
+    data = DataConfig(train=str(world / "train.jsonl"), eval=str(world / "heldout.jsonl"))
+    lodger = ServedConfig(judge=ServedModelConfig(path, engines=0))
+    reward, lora = RewardConfig(function="judge"), LoraConfig(rank=4)
+    config = Config("mine", updates=1, model=ModelConfig(path), data=data, served=lodger, reward=reward, lora=lora)
+    save(config, run / "config.yaml")
+    own = evaluate.config_of_run(evaluate._options([str(run)]), run)
+    assert own.served_models["judge"].engines == 1 and not own.lodgers
 
 
 def test_answers_of_another_user_are_of_another_evaluation(world, tmp_path, monkeypatch):

@@ -85,6 +85,8 @@ def test_engines_of_served_models_have_slots_of_their_own():
         allocate(asked, [Node(name, (0, 1)) for name in "abcdefgh"])
     asked.mode = "sft"
     assert not allocate(asked, slots(2)).pool("reward")
+    asked.mode, asked.served.reward.engines, asked.served.user.engines = "rl", 0, 0  # the policy's serve them
+    assert {p.pool for p in allocate(asked, slots(4)).processes} == {"controller", "trainer", "rollout"}
 
 
 def test_pools_that_do_not_fit_say_what_was_asked_and_found():
