@@ -33,6 +33,8 @@ class Published:
     wrong: float = 0.0
     right: float = 1.0
     """reward.wrong and reward.right."""
+    within_group: bool = True
+    """Whether an advantage depends on the rewards of its group alone: it is 0 where they are equal."""
 
     @property
     def defaults(self) -> dict[str, float]:
@@ -46,14 +48,14 @@ class Published:
 
 
 PUBLISHED = {
-    "ppo": Published(wrong=-5.0, right=5.0),
-    "ppo_sequence": Published(wrong=-5.0, right=5.0),
-    "boba_grpo": Published(0.4, 0.4, wrong=-5.0, right=5.0),
+    "ppo": Published(wrong=-5.0, right=5.0, within_group=False),
+    "ppo_sequence": Published(wrong=-5.0, right=5.0, within_group=False),
+    "boba_grpo": Published(0.4, 0.4, wrong=-5.0, right=5.0, within_group=False),
     "grpo": Published(),
     "dr_grpo": Published(),
     "dapo": Published(0.2, 0.28, wrong=-1.0, right=1.0),
     "rloo": Published(),
-    "reinforce++": Published(),
+    "reinforce++": Published(within_group=False),
     "gspo": Published(3e-4, 4e-4),
     "cispo": Published(1.0, 4.0),  # no lower bound; ScaleRL (arXiv 2510.13786) bounds the ratio at 5
     "sapo": Published(),

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from areal_megatron.config import Config
+from areal_megatron.config.algorithms import PUBLISHED
 from areal_megatron.controller.changed import Changed
 from areal_megatron.controller.probe import Probe
 from areal_megatron.controller.service import Refusal
@@ -180,6 +181,7 @@ class Batches:
             flops=self._flops,
             multiple=config.trainer.microbatch_multiple,
             share_prompts=config.trainer.share_prompts,
+            within_group=PUBLISHED[config.ppo.algorithm].within_group and not config.ppo.penalty.coefficients,
         )
         for replica, part in enumerate(parts):
             part.probe = probed[replica :: len(parts)]

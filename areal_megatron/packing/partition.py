@@ -7,17 +7,21 @@ assigns them to replicas. Needs numpy only, since the controller does it.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from itertools import chain
 
 import numpy as np
 
+from areal_megatron.config.algorithms import are_equal
 from areal_megatron.data.trajectory import BatchPart, Trajectory
 from areal_megatron.models.flops import SequenceFlops
 from areal_megatron.packing.balance import Shares
 from areal_megatron.packing.bins import lower_bound, pack
 from areal_megatron.packing.sharing import Prefixes, bundlings, by_number
 
+WORTH_APART = 0.25
+"""How full of sequences without a gradient a micro-batch has to be: a smaller one costs as much as it saves."""
 WORTH_A_MICROBATCH = 0.01
 """Imbalance above which every replica gets one micro-batch more than needed, if that is better balanced.
 
@@ -38,11 +42,13 @@ def split(
     flops: SequenceFlops | None = None,
     multiple: int = 1,
     share_prompts: bool = False,
+    within_group: bool = False,
 ) -> list[BatchPart]:
     """Splits a batch into one part for each data-parallel replica; see `partition`. Groups stay together.
 
     The cost of a trajectory is the FLOPs that `flops` counts, or its number of tokens without it. With `share_prompts`
-    the parts have bundles (`sharing.py`), else single trajectories only.
+    the parts have bundles (`sharing.py`), else single trajectories only. `within_group`: groups whose answers all have
+    the same return have no gradient.
     """
     flops = flops or SequenceFlops(token=1.0, trained=0.0, pair=0.0)
     lengths = [t.length for t in trajectories]
@@ -52,8 +58,9 @@ def split(
     group_of = [numbers.setdefault((t.epoch, t.prompt_id), len(numbers)) for t in trajectories]
     episodes: dict[int, int] = {}
     episode_of = [episodes.setdefault(t.uid, len(episodes)) for t in trajectories]
+    idle = _idle(trajectories, group_of) if within_group else None
     parts = []
-    for plan in partition(lengths, replicas, minibatches, cap, seed, costs, multiple, group_of, prefixes):
+    for plan in partition(lengths, replicas, minibatches, cap, seed, costs, multiple, group_of, prefixes, idle):
         mine = [index for minibatch in plan for microbatch in minibatch for index in microbatch]
         place = {index: i for i, index in enumerate(mine)}
         parts.append(
@@ -76,6 +83,15 @@ def split(
     return parts
 
 
+def _idle(trajectories: Sequence[Trajectory], group_of: Sequence[int]) -> list[bool]:
+    """Returns whether each trajectory is of a group whose answers all have the same return."""
+    returns: dict[int, list[float]] = defaultdict(list)
+    for trajectory, group in zip(trajectories, group_of, strict=True):
+        returns[group] += [value for trained, value in trajectory.answers if trained]
+    idle = {group: not own or are_equal(own) for group, own in returns.items()}
+    return [idle[group] for group in group_of]
+
+
 def partition(
     lengths: Sequence[int],
     replicas: int,
@@ -86,6 +102,7 @@ def partition(
     multiple: int = 1,
     groups: Sequence[int] | None = None,
     prefixes: Prefixes | None = None,
+    idle: Sequence[bool] | None = None,
 ) -> list[list[list[list[int]]]]:
     """Returns the indices of sequences by [replica][mini-batch][micro-batch].
 
@@ -98,6 +115,8 @@ def partition(
     4. All replicas have the same number of micro-batches, a multiple of `multiple`; some may be empty if there are few
        sequences.
     5. No micro-batch exceeds `cap` tokens, unless it is a single longer sequence.
+    6. Sequences that are `idle`, which have no gradient, are in no micro-batch with others, if they fill enough of one
+       and both kinds suffice for all replicas. The others come first, and the costs of each kind are balanced.
 
     In one micro-batch, what sequences share by `prefixes` is counted once, in tokens and in costs. So the members of a
     family stay together as far as that makes the costliest replica's share less.
@@ -112,11 +131,25 @@ def partition(
     for chosen in np.array_split(order, minibatches):
         if len(chosen) < replicas:
             raise ValueError(f"a mini-batch of {len(chosen)} sequences cannot be split over {replicas} replicas")
-        shares = microbatches(sizes[chosen], weights[chosen], replicas, cap, multiple, prefixes[chosen])
-        numbers = chosen.tolist()
-        for replica, share in enumerate(shares):
-            plan[replica].append([[numbers[member] for member in members] for members in share])
+        kinds = [chosen]
+        if idle is not None:
+            kinds = _apart(chosen, np.asarray(idle)[chosen], sizes[chosen], replicas, cap * multiple)
+        packed = [microbatches(sizes[kind], weights[kind], replicas, cap, multiple, prefixes[kind]) for kind in kinds]
+        for replica in range(replicas):
+            own = zip(kinds, packed, strict=True)
+            plan[replica].append([kind[members].tolist() for kind, shares in own for members in shares[replica]])
     return plan
+
+
+def _apart(chosen: np.ndarray, idle: np.ndarray, sizes: np.ndarray, replicas: int, unit: int) -> list[np.ndarray]:
+    """Returns the sequences of a mini-batch: all together, or if it is worth it the idle ones apart from the others.
+
+    `unit`: the tokens of the fewest micro-batches that a replica can have.
+    """
+    fewest = min(idle.sum(), (~idle).sum())
+    if fewest < replicas or sizes[idle].sum() < WORTH_APART * unit * replicas:
+        return [chosen]
+    return [chosen[~idle], chosen[idle]]
 
 
 def _shuffled(groups: np.ndarray, seed: int) -> np.ndarray:

@@ -39,6 +39,13 @@ def forward(chunks: Chunks, work: Sequence[Work]) -> list[Any]:
     return _run(chunks, work, forward_only=True)[-len(work) :]
 
 
+def saves(chunks: Chunks, work: Sequence[Work]) -> bool:
+    """Returns whether `forward` for these micro-batches beside `forward_backward` for others takes less time than the
+    latter for all: the backward passes that are saved, each as long as two forward passes, against stages that idle
+    while a second pipeline fills."""
+    return 2 * len(work) >= max(chunks[0].config.pipeline_model_parallel_size, 1)
+
+
 def token_count(work: Sequence[Work]) -> int:
     """The number of this rank's tokens of the micro-batches, trained or not."""
     return sum(microbatch.tokens.numel() for microbatch, _ in work)

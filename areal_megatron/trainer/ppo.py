@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from itertools import chain, compress
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ from areal_megatron.trainer.parallel import Parallel
 from areal_megatron.trainer.rate_limit import RateLimit
 from areal_megatron.trainer.reference import Reference
 from areal_megatron.trainer.residual import Residual
-from areal_megatron.trainer.routing import Routing
+from areal_megatron.trainer.routing import Routing, balances
 from areal_megatron.trainer.token_sums import TokenSums
 from areal_megatron.trainer.update_size import UpdateSize
 
@@ -108,6 +108,7 @@ class PPO:
         self._objective = Objective(policy.chunks[-1].module, vocabulary, config.ppo, config.rollout.max_staleness)
         self._algorithm = ALGORITHMS[config.ppo.algorithm]
         self._routing = Routing.of(policy.chunks[0].config)
+        self._balances_experts = balances(policy.chunks[0].config)
         self._residual = Residual(policy.chunks)
         self._limit = RateLimit(config, policy.optimizer, parallel)
 
@@ -124,12 +125,13 @@ class PPO:
         self._set_reference(minibatches)
         sums, steps = TokenSums(), Steps(before_step)
         warming_up = self._critic and part.version < self._critic.warmup
+        planned = sum(map(any, teaching))
         self._limit.begin()
         for minibatch, teaches in zip(minibatches, teaching, strict=True):
             loss = partial(self._objective.ppo, taken=len(steps.norms), sums=sums, seen=self._limit.seen)
             work = [(sampled.microbatch, partial(loss, sampled=sampled)) for sampled in minibatch]
-            if teaches and not warming_up:
-                self._step(work, steps, sum(teaching))
+            if any(teaches) and not warming_up:
+                self._step(work, teaches, steps, planned)
             else:
                 pipeline.forward(self._policy.chunks, work)  # for the metrics only
                 steps.idle += not warming_up
@@ -138,7 +140,7 @@ class PPO:
         applied = not warming_up and steps.finish()
         if self._critic:
             before = (lambda: None) if applied else before_step
-            learned, critic_metrics = self._critic.train(minibatches, teaching, before)
+            learned, critic_metrics = self._critic.train(minibatches, [*map(any, teaching)], before)
             applied, metrics = learned if warming_up else applied, metrics | critic_metrics
         metrics |= self._ppo_metrics(sums, steps, start) | {"update_size": moved.relative(self._parallel)}
         return BatchResult(part.version, applied, metrics, probe)
@@ -152,9 +154,14 @@ class PPO:
         found = self._logprobs("logprobs", list(chain(*minibatches)))
         return torch.cat([torch.zeros(0, device=self._parallel.device), *found])
 
-    def _step(self, work: Sequence[pipeline.Work], steps: Steps, planned: int) -> None:
+    def _step(self, work: Sequence[pipeline.Work], teaches: list[bool], steps: Steps, planned: int) -> None:
+        idle = [own for own, taught in zip(work, teaches, strict=True) if not taught]
+        if not pipeline.saves(self._policy.chunks, idle):
+            idle, teaches = [], [True] * len(work)
         with self._timeline.device_span("train", tokens=pipeline.token_count(work)):
-            gradient_norm = self._policy.gradient(work)
+            if idle:
+                pipeline.forward(self._policy.chunks, idle)  # for the metrics only
+            gradient_norm = self._policy.gradient([*compress(work, teaches)])
         self._limit.before_step(planned)
         self._policy.step(gradient_norm, steps)
 
@@ -175,9 +182,9 @@ class PPO:
         per_token = {name: totals[name] / max(totals["tokens"], 1) for name in means}
         return metrics | per_token | step_metrics(self._policy.optimizer, steps, totals["tokens"], start)
 
-    def _assess(self, part: BatchPart) -> tuple[list[list[PPOMicroBatch]], list[bool], dict[str, float]]:
-        """Returns the micro-batches of each mini-batch, with advantages, whether there is anything to learn from each,
-        and metrics that describe the advantages.
+    def _assess(self, part: BatchPart) -> tuple[list[list[PPOMicroBatch]], list[list[bool]], dict[str, float]]:
+        """Returns the micro-batches of each mini-batch, with advantages, whether there is anything to learn from each
+        micro-batch, and metrics that describe the advantages.
 
         A critic's advantages are known on the last stage only.
         """
@@ -190,11 +197,10 @@ class PPO:
 
     def _microbatches(
         self, part: BatchPart, weighed: Weighed, advantages: Sequence[float | np.ndarray]
-    ) -> tuple[list[list[PPOMicroBatch]], list[bool]]:
-        """Returns the micro-batches of each mini-batch, and whether there is anything to learn from it."""
+    ) -> tuple[list[list[PPOMicroBatch]], list[list[bool]]]:
+        """Returns the micro-batches of each mini-batch, and whether there is anything to learn from each of them."""
         minibatches, teaching = [], []
-        for minibatch in part.minibatches:
-            members = [i for bundles in minibatch for i in chain(*bundles)]
+        for minibatch, members in zip(part.minibatches, part.members, strict=True):
             weights, teaches = self._weights(members, weighed, advantages)
             minibatches.append([self._pack(part, bundles, advantages, weights) for bundles in minibatch])
             teaching.append(teaches)
@@ -238,20 +244,24 @@ class PPO:
         return [own.numpy() for own in of_tokens.split(tokens.tolist())], described
 
     def _weights(
-        self, members: list[int], weighed: Weighed, advantages: Sequence[float | np.ndarray]
-    ) -> tuple[dict[int, float], bool]:
-        """Returns the weight in the loss of each token of the trajectories `members`, a mini-batch of this replica, and
-        whether the loss of the whole mini-batch has a gradient.
+        self, microbatches: list[list[int]], weighed: Weighed, advantages: Sequence[float | np.ndarray]
+    ) -> tuple[dict[int, float], list[bool]]:
+        """Returns the weight in the loss of each token of a mini-batch's trajectories, which are this replica's, and
+        whether the losses of each micro-batch, of all replicas, have a gradient.
 
-        It has none without trained tokens, nor, unless there are penalties or a critic, where all advantages are 0.
+        None has without trained tokens in the mini-batch, nor, unless there are penalties, a critic or balanced
+        experts, where all advantages are 0.
         """
+        members = [*chain(*microbatches)]
         own, whole = weighed.trained[members], weighed.in_episode[members]
-        uneven = sum(bool(np.any(advantages[i])) for i in members)
-        counts = torch.stack([own.sum(), (own / whole.clamp(min=1)).sum(), torch.tensor(uneven)]).double()
-        tokens, episodes, unequal = self._parallel.sum_over_replicas(counts).tolist()
+        uneven = torch.tensor([any(np.any(advantages[i]) for i in microbatch) for microbatch in microbatches])
+        counts = torch.cat([torch.stack([own.sum(), (own / whole.clamp(min=1)).sum()]), uneven.double()])
+        tokens, episodes, *unequal = self._parallel.sum_over_replicas(counts).tolist()
         longest = self._config.rollout.max_new_tokens
         weights = token_weights(self._algorithm.mean, whole, tokens, episodes, longest)
-        teaches = tokens > 0 and bool(unequal or self._critic or self._config.ppo.penalty.coefficients)
+        always = bool(self._critic or self._config.ppo.penalty.coefficients)
+        always |= self._balances_experts and any(unequal)
+        teaches = [tokens > 0 and bool(always or count) for count in unequal]
         return dict(zip(members, weights.tolist(), strict=True)), teaches
 
     def _set_proximal(self, minibatches: list[list[PPOMicroBatch]]) -> None:

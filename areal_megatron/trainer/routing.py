@@ -117,6 +117,12 @@ def move_biases(chunks: Sequence[DistributedDataParallel]) -> None:
     forget_load(chunks)
 
 
+def balances(config: TransformerConfig) -> bool:
+    """Returns whether every token that is trained moves the routers, towards an even load of their experts."""
+    by_bias = config.moe_router_enable_expert_bias and config.moe_router_bias_update_rate
+    return bool(config.num_moe_experts and (config.moe_aux_loss_coeff or by_bias))
+
+
 def forget_load(chunks: Sequence[DistributedDataParallel]) -> None:
     """Has the loads of experts count from here."""
     for router in _biased(chunks):

@@ -308,6 +308,18 @@ def test_there_is_no_step_where_there_is_nothing_to_learn(folder, on_ranks):
     on_ranks("check_nothing_to_learn", 2, trainer={"dp": 2})
 
 
+IDLE = {
+    1: [("qwen3", {})],
+    2: [("qwen3_moe", {"dp": 2, "ep": 2}), ("qwen2", {"pp": 2, "vpp": 2}), ("qwen3", {"cp": 2})],
+}
+
+
+@pytest.mark.parametrize("ranks", with_soaked((1, 2), (1,)))
+def test_answers_of_groups_with_equal_rewards_go_through_no_backward_pass(folder, on_ranks, ranks):
+    cases = numbered(folder, IDLE[ranks])
+    on_ranks("check_idle_groups", ranks, cases=cases)
+
+
 @pytest.mark.soak  # layouts above recompute as well, one way each
 def test_recomputation_changes_no_gradient(folder, on_ranks):
     on_ranks("check_recompute", 1)

@@ -169,6 +169,7 @@ def run_ours(folder: Path, base: Path, task: Task, lr: str, seed: int, eta: int)
         "rollout.max_new_tokens": task.max_new_tokens,
         "rollout.max_running": BATCH_SIZE,
         "rollout.max_staleness": eta,
+        "ppo.algorithm": "grpo",
         "ppo.minibatches": 1,
         "optimizer.lr": lr,
         "optimizer.schedule": "constant",

@@ -434,6 +434,48 @@ def check_nothing_to_learn(folder: Path, rank: int, trainer: dict) -> None:
         assert train(subject, equal)["idle_steps"] == 0
 
 
+def check_idle_groups(folder: Path, rank: int, cases: dict[str, list]) -> None:
+    """An update with groups of equal rewards is plain code's, and their answers go through no backward pass.
+
+    cases: run folder → model, layout.
+    """
+    trajectories = make_trajectories(24, 0, seed=4, group=4)
+    for trajectory in trajectories:
+        if trajectory.prompt_id not in (1, 2, 3):
+            trajectory.reward = 0.1
+    trained = sum(t.length for t in trajectories if t.prompt_id in (1, 2, 3))
+    for run, (model, layout) in cases.items():
+        ppo = PPOConfig(minibatches=1, algorithm="grpo")
+        config = make_config(folder, model, {"microbatch_tokens": 40, **layout}, ppo=ppo)
+        plan = {"replicas": config.trainer.dp, "minibatches": 1, "cap": 40, "seed": 0, "within_group": True}
+        with open_trainer(folder, rank, config, run) as subject:
+            computed = []
+            part = split(trajectories, version=0, multiple=config.trainer.microbatch_multiple, **plan)
+            with watched(pipeline, "forward_backward", computed):
+                result = subject.train_batch(part[subject.parallel.replica])
+            learner = oracle.Learner(load_oracle(folder / model), config)
+            learner.ppo_update(trajectories, [[*range(len(trajectories))]])
+            assert_parameters(subject, learner.model.state_dict(), atol=3e-5)
+            assert result.metrics["trained_tokens"] == sum(int(t.loss_mask.sum()) for t in trajectories)
+            assert result.metrics["idle_steps"] == 0
+            tokens = subject.parallel.sum_over_replicas(torch.tensor([float(sum(computed))])).item()
+            assert trained <= config.trainer.cp * tokens < 1.2 * trained  # rows are padded for their layout
+
+
+@contextmanager
+def watched(module, name: str, found: list[int]):
+    """Has the tokens of each call's micro-batches appended to `found`."""
+    called = getattr(module, name)
+
+    def spied(chunks, work):
+        found.append(pipeline.token_count(work))
+        return called(chunks, work)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, name, spied)
+        yield
+
+
 def check_recompute(folder: Path, rank: int) -> None:
     """Whatever is recomputed, of all layers or of the first two, or by megatron-core, losses are equal and gradients
     but for the order in which they are added up."""

@@ -54,6 +54,43 @@ def test_partition_keeps_every_promise(lengths, replicas, minibatches, cap, seed
     assert max(sizes) - min(sizes) <= 1
 
 
+@settings(max_examples=200, deadline=None)
+@given(LENGTHS, st.integers(1, 3), st.integers(1, 2), st.integers(1, 3), st.integers(20, 400), st.randoms())
+def test_sequences_without_a_gradient_are_kept_apart(lengths, replicas, minibatches, multiple, cap, random):
+    idle = [random.random() < 0.5 for _ in lengths]
+    plan = partition(lengths, replicas, minibatches, cap, 0, multiple=multiple, idle=idle)
+    flat = [i for replica in plan for minibatch in replica for microbatch in minibatch for i in microbatch]
+    assert sorted(flat) == list(range(len(lengths)))
+    for shares in zip(*plan, strict=True):
+        chosen = [i for share in shares for microbatch in share for i in microbatch]
+        without = [i for i in chosen if idle[i]]
+        worth = sum(lengths[i] for i in without) >= 0.25 * cap * multiple * replicas
+        apart = worth and min(len(without), len(chosen) - len(without)) >= replicas
+        kinds = [[{idle[i] for i in microbatch} for microbatch in share] for share in shares]
+        assert all(len(kind) < 2 for share in kinds for kind in share) or not apart
+        for share, own in zip(kinds, shares, strict=True):
+            assert len(share) == len(kinds[0]) and len(share) % multiple == 0
+            assert all(sum(lengths[i] for i in microbatch) <= cap or len(microbatch) == 1 for microbatch in own)
+            if apart:  # those with a gradient come first, on every replica as many
+                firsts = [min((j for j, kind in enumerate(each) if kind == {True}), default=0) for each in kinds]
+                assert len(set(firsts)) == 1 and {False} not in share[firsts[0] :]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "idle"), [([1, 1, 1, 0], [0, 1]), ([1, 1, 0, 0], [0, 1, 2, 3]), ([1, 0, 1, 0], [])]
+)
+def test_groups_with_equal_rewards_are_without_a_gradient(rewards, idle):
+    """Answers without trained tokens say nothing of their group."""
+    trajectories = [trajectory(uid, 10) for uid in range(5)]
+    trajectories[4].loss_mask[:] = 0
+    for t, group, reward in zip(trajectories, (0, 0, 1, 1, 1), (*rewards, 0.5), strict=True):
+        t.prompt_id, t.reward = group, reward
+    [part] = split(trajectories, version=0, replicas=1, minibatches=1, cap=60, seed=0, within_group=True)
+    kinds = [{part.trajectories[i].uid for i in members} for members in part.members[0]]
+    expected = [set(range(5)) - set(idle), set(idle)] if idle == [0, 1] else [set(range(5))]
+    assert kinds == expected
+
+
 def test_the_seed_shuffles_and_repeats():
     first, again, other = (partition([5] * 40, 2, 2, 50, seed) for seed in (1, 1, 2))
     assert first == again != other
