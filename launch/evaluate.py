@@ -247,7 +247,7 @@ class OfflineEvaluation:
 
     def _tell_rewards(self, environments: Environments, log_file: Path) -> None:
         if refused := environments.refused:
-            say(f"{refused} answers were not worked out, or several at once, and count as wrong (docs/rewards.md)")
+            say(f"{refused} answers were not worked out, or several at once, and count as wrong (docs/graders.md)")
         if failed := environments.failures:
             say(
                 f"warning: the rewards of {failed} answers failed, the first ones are named above, what they print is "

@@ -457,10 +457,10 @@ class RolloutConfig:
     """Idle limit of a workflow: the longest time, in seconds, that it may neither ask the model nor end."""
     endpoint: str = key("loopback", choices=("loopback", "tls"))
     """Where agents find the model. `loopback`: on the controller's machine alone; `tls`: on others too, at
-    machine.host, with the credentials agents.pem of the run folder (docs/workflows.md, "Agents on other machines")."""
+    machine.host, with the credentials agents.pem of the run folder (docs/agents.md, "Agents on other machines")."""
     workflow_environment: str = ""
     """Environment variables of the controller that agents in processes of their own get, beside the few that programs
-    need: `NAME,NAME` (docs/workflows.md)."""
+    need: `NAME,NAME` (docs/agents.md)."""
     vllm: dict[str, Any] = field(default_factory=dict)
     """Options of vLLM's command line for the engines, by its own names with underscores (docs/options.md)."""
 

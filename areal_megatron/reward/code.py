@@ -2,7 +2,7 @@
 
 `answer` is JSON. In {"inputs": […], "outputs": […]}, inputs are texts for standard input, and outputs are the texts
 expected on standard output. With "fn_name" they are argument lists and results of a function, or of a method of class
-Solution. docs/rewards.md has examples. The expected outputs never enter the sandbox.
+Solution. docs/graders.md has examples. The expected outputs never enter the sandbox.
 """
 
 from __future__ import annotations

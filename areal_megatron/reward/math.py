@@ -2,7 +2,7 @@
 right one.
 
 An answer must be worked out: what a computer algebra system would have to evaluate, such as the question itself, is
-refused (docs/rewards.md has the rules).
+refused (docs/graders.md has the rules).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs an untrusted Python program, isolated by the Linux kernel; docs/rewards.md lists what it is isolated from.
+"""Runs an untrusted Python program, isolated by the Linux kernel; docs/sandbox.md lists what it is isolated from.
 
 sandbox_init.py is the part that runs inside. Needs no root, no helper program and no package.
 """
@@ -106,7 +106,7 @@ def check_isolation(key: str = "reward.function") -> None:
         raise ConfigError(
             f"{key}: programs cannot be isolated on this machine, so none is run: it needs "
             "Linux 5.14 on x86_64 or aarch64 that lets its users make user namespaces "
-            "(docs/rewards.md says which settings forbid it); "
+            "(docs/sandbox.md says which settings forbid it); "
             f"what failed: {problem}"
         )
 

@@ -47,7 +47,7 @@ def sign_objects(key: bytes) -> None:
             if not hmac.compare_digest(signed[:_TAG_BYTES], tag(data)):
                 raise StrangerError(
                     "a process without the run's keys is among the trainer ranks and sent an object, which was not "
-                    "read; keep strangers off the trainers' network (docs/operations.md)"
+                    "read; keep strangers off the trainers' network (docs/security.md)"
                 )
             return pickle.loads(data)
 

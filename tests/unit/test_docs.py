@@ -10,6 +10,7 @@ from areal_megatron.command import COMMANDS, parser_of
 from areal_megatron.config import Config, EnvironmentConfig, config_fields
 from areal_megatron.config.other_names import OTHER_NAMES, find
 from tools import reference
+from tools.docs_site.conf import CONTENTS
 
 ROOT = Path(__file__).parents[2]
 DOCS = [
@@ -49,6 +50,11 @@ def headings(doc: Path) -> set[str]:
     """The anchors that GitHub gives the headings of a Markdown file."""
     titles = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", doc.read_text(), flags=re.DOTALL), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", [*CONTENTS["Start"], *CONTENTS["Guides"]])
+def test_a_guide_is_read_in_one_sitting(page):
+    assert len((ROOT / "docs" / f"{page}.md").read_text().split()) <= 1500
 
 
 @pytest.mark.parametrize("doc", DOCS, ids=lambda doc: doc.name)
