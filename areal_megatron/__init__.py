@@ -1,13 +1,13 @@
-"""Asynchronous RL for language models, on Megatron-core and vLLM. `Run`, `load` and their errors are the Python API."""
+"""Asynchronous RL for language models, on Megatron-core and vLLM. The Python API is in areal_megatron/api."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from areal_megatron.api import Config, ConfigError, Run, RunFailed, load
+    from areal_megatron.api import Config, ConfigError, Gradient, Policy, Response, Run, RunFailed, load
 
-__all__ = ["Config", "ConfigError", "Run", "RunFailed", "load"]
+__all__ = ["Config", "ConfigError", "Gradient", "Policy", "Response", "Run", "RunFailed", "load"]
 
 
 def __getattr__(name: str) -> Any:

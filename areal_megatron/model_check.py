@@ -88,7 +88,7 @@ def check_model(config: Config, weights: bool = True, trains: bool = True) -> No
     trainer_layout.layout(hf, sizes, rank=0)
     if adapter := Adapter.of(config.lora):
         _check_adapter(adapter, model, hf, sizes)
-    if config.mode == "rl":
+    if config.has_engines:
         for key in ("expert_parallel", "replay_routes"):
             if getattr(config.rollout, key) and not model.dimensions.experts:
                 raise ConfigError(f"rollout.{key}: the model of {path} has no experts; leave it out")
@@ -103,7 +103,7 @@ def check_model(config: Config, weights: bool = True, trains: bool = True) -> No
         for name in config.served_models:
             _check_served(config, name, weights)
     if weights:
-        _check_files(Path(path), engines_read=config.mode == "rl" and not config.engines_start_empty)
+        _check_files(Path(path), engines_read=config.has_engines and not config.engines_start_empty)
     if not config.is_supervised and config.ppo.penalty.kl_folder:
         _check_teacher(config, weights)
 
@@ -272,7 +272,7 @@ def _check_computation(hf: dict[str, Any], path: str) -> None:
 
 
 def _check_linear_attention(config: Config, path: str, trains: bool) -> None:
-    if (config.mode == "rl" or not trains) and config.machine.is_cpu and config.model.dtype != "bfloat16":
+    if (config.has_engines or not trains) and config.machine.is_cpu and config.model.dtype != "bfloat16":
         raise ConfigError(
             f"model.path: {path} has gated delta nets, which vLLM computes in bfloat16 alone on CPU, not in "
             f"{config.model.dtype}: `areal convert to-hf {path} NEW_FOLDER --dtype bfloat16` makes another"
@@ -305,7 +305,7 @@ def _check_latents(config: Config, hf: dict[str, Any], d: Dimensions) -> None:
             f"model.path: {described} has v_head_dim={d.value_dim}; kernels take values as wide as keys ({d.head_dim}) "
             "at most"
         )
-    if config.mode == "rl" and (d.latent, d.rotated) != ENGINE_LATENTS:
+    if config.has_engines and (d.latent, d.rotated) != ENGINE_LATENTS:
         raise ConfigError(
             f"model.path: {described} has kv_lora_rank={d.latent} and qk_rope_head_dim={d.rotated}; engines have "
             f"kernels for {ENGINE_LATENTS[0]} and {ENGINE_LATENTS[1]}"

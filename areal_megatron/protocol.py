@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
+from collections.abc import Callable
 from contextlib import suppress
 
 import msgspec
@@ -18,12 +19,13 @@ import numpy as np
 import zmq
 from zmq.utils import z85
 
-from areal_megatron.data.trajectory import BatchPart, decoder, encoder
+from areal_megatron.data.trajectory import BatchPart, LossPart, Trajectory, decoder, encoder
 from areal_megatron.reshard.session import LinkRef
 from areal_megatron.run.folder import SecretKeys
 from areal_megatron.run.zeromq import open_socket
 
-PROTOCOL = 11
+PROTOCOL = 12
+_LOOK_S = 1.0
 
 
 class Hello(msgspec.Struct, tag=True):
@@ -129,6 +131,92 @@ class Bye(msgspec.Struct, tag=True):
     """Rank 0 says that every update is trained and delivered, or that a checkpoint is saved after Stop."""
 
 
+class NextOrder(msgspec.Struct, tag=True):
+    """Asks what a program wants done (mode=driven); sent by the first rank of each replica. Answered with a
+    LossReply, TakeStep, PublishVersion, SaveVersion, LoadVersion, Stop or NotYet."""
+
+    replica: int
+    number: int
+    """How many orders this incarnation has carried out before this one."""
+
+
+class OrderDone(msgspec.Struct, tag=True):
+    """Rank 0 reports that order `number` is carried out."""
+
+    number: int
+    applied: bool = True
+    """False for a step whose gradient was not finite: the weights have not changed."""
+    metrics: dict[str, float] = {}
+    logprobs: np.ndarray = msgspec.field(default_factory=lambda: np.zeros(0, np.float32))
+    """float32: of the trained tokens of all samples."""
+
+
+class TakeStep(msgspec.Struct, tag=True):
+    """An order: take an optimizer step, with the schedule's learning rate unless `rate` is another."""
+
+    rate: float | None = None
+
+
+class PublishVersion(msgspec.Struct, tag=True):
+    """An order: send the present weights to the engines, as `version`."""
+
+    version: int = -1
+    """A program leaves it to the controller."""
+
+
+class SaveVersion(msgspec.Struct, tag=True):
+    """An order: save a checkpoint of `version`."""
+
+    version: int = -1
+    """As in PublishVersion."""
+
+
+class LoadVersion(msgspec.Struct, tag=True):
+    """An order: load a checkpoint, and forget the gradient."""
+
+    folder: str
+
+
+class GiveSamples(msgspec.Struct, tag=True, kw_only=True):
+    """A program asks for the loss of samples, and for its gradient if `learns`."""
+
+    samples: list[Trajectory]
+    loss: str
+    advantages: list[np.ndarray]
+    """As in LossPart; so are `weights`."""
+    weights: list[np.ndarray]
+    settings: dict[str, float | str] = {}
+    """Other values for keys of the config's section `ppo`."""
+    learns: bool = True
+
+
+class GivePrompt(msgspec.Struct, tag=True, kw_only=True):
+    """A program asks for answers to a prompt."""
+
+    tokens: list[int]
+    n: int
+    max_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    stop_tokens: list[int]
+    seed: int
+
+
+class GetReady(msgspec.Struct, tag=True):
+    """A program asks to be told when trainers and engines are ready."""
+
+
+class Finish(msgspec.Struct, tag=True):
+    """A program has finished: the run is to end."""
+
+
+class Await(msgspec.Struct, tag=True):
+    """A program waits for what it has asked for. Answered with ProgramReply, once, or with NotYet."""
+
+    ticket: int
+
+
 class Welcome(msgspec.Struct, tag=True):
     protocol: int = PROTOCOL
 
@@ -166,6 +254,56 @@ class Links(msgspec.Struct, tag=True):
     links: list[LinkRef]
 
 
+class LossReply(msgspec.Struct, tag=True):
+    """An order: compute a loss, and its gradient if it `learns`, which with `more` is added to the one before."""
+
+    part: LossPart
+    settings: dict[str, float | str]
+    learns: bool
+    more: bool
+
+
+class EncodedLoss(msgspec.Struct, tag="LossReply"):
+    """A LossReply whose part the controller has encoded already."""
+
+    part: msgspec.Raw
+    settings: dict[str, float | str]
+    learns: bool
+    more: bool
+
+
+class Ticket(msgspec.Struct, tag=True):
+    """The number under which a program is to wait."""
+
+    number: int
+
+
+class SampledAnswer(msgspec.Struct):
+    """An answer of R tokens; the arrays are [R], as in engine/client.py's Completion."""
+
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    versions: np.ndarray
+    finish_reason: str
+    routes: np.ndarray
+
+
+class ProgramReply(msgspec.Struct, tag=True, kw_only=True):
+    """What came of what a program has asked for."""
+
+    version: int
+    """The version that the trainers have."""
+    metrics: dict[str, float] = {}
+    logprobs: np.ndarray = msgspec.field(default_factory=lambda: np.zeros(0, np.float32))
+    answers: list[SampledAnswer] = []
+    folder: str = ""
+    """The checkpoint's."""
+    wrong: str = ""
+    """What is wrong with the input, for which nothing was done."""
+    failed: str = ""
+    """What has failed."""
+
+
 class Ok(msgspec.Struct, tag=True):
     pass
 
@@ -174,6 +312,10 @@ class Refused(msgspec.Struct, tag=True):
     reason: str
 
 
+ProgramRequest = (
+    GiveSamples | GivePrompt | TakeStep | PublishVersion | SaveVersion | LoadVersion | GetReady | Finish | Await
+)
+"""What a program may ask for (api/policy.py)."""
 Request = (
     Hello
     | NextBatch
@@ -185,8 +327,25 @@ Request = (
     | CheckpointWritten
     | CheckpointDone
     | Bye
+    | NextOrder
+    | OrderDone
+    | ProgramRequest
 )
-Reply = Welcome | BatchReply | NotYet | NotWritten | Stop | PublishAgain | Links | Ok | Refused
+Order = LossReply | TakeStep | PublishVersion | SaveVersion | LoadVersion
+Reply = (
+    Welcome
+    | Order
+    | Ticket
+    | ProgramReply
+    | BatchReply
+    | NotYet
+    | NotWritten
+    | Stop
+    | PublishAgain
+    | Links
+    | Ok
+    | Refused
+)
 
 
 class Envelope(msgspec.Struct):
@@ -209,7 +368,11 @@ def encode_batch(part: BatchPart) -> EncodedBatch:
     return EncodedBatch(msgspec.Raw(_encode(part)))
 
 
-def encode_answer(number: int, body: Reply | EncodedBatch) -> bytes:
+def encode_loss(reply: LossReply) -> EncodedLoss:
+    return EncodedLoss(msgspec.Raw(_encode(reply.part)), reply.settings, reply.learns, reply.more)
+
+
+def encode_answer(number: int, body: Reply | EncodedBatch | EncodedLoss) -> bytes:
     return _encode(ReplyEnvelope(number, body))
 
 
@@ -228,8 +391,16 @@ class ControllerClient:
     Whoever else listens at the endpoint learns nothing and is not believed.
     """
 
-    def __init__(self, endpoint: str, keys: SecretKeys, sender: str, timeout_s: float):
-        self.endpoint, self.sender, self.timeout_s = endpoint, sender, timeout_s
+    def __init__(
+        self,
+        endpoint: str,
+        keys: SecretKeys,
+        sender: str,
+        timeout_s: float,
+        look: Callable[[], None] = lambda: None,
+    ):
+        """`look` is called every second while a reply is awaited; what it raises ends the wait."""
+        self.endpoint, self.sender, self.timeout_s, self._look = endpoint, sender, timeout_s, look
         self._numbers = itertools.count(1)
         self._socket = open_socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -248,8 +419,9 @@ class ControllerClient:
         with suppress(zmq.Again):
             self._socket.send(_encode(Envelope(self.sender, number, body)))
         while (left := deadline - time.monotonic()) > 0:
-            if not self._socket.poll(left * 1000):
-                break
+            if not self._socket.poll(min(left, _LOOK_S) * 1000):
+                self._look()
+                continue
             answer = _decode_answer(self._socket.recv())
             if answer.number != number:  # a late reply to a request that has timed out
                 continue

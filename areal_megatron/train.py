@@ -1,4 +1,5 @@
-"""One trainer rank of an asynchronous PPO run: the main loop (AReaL, arXiv 2505.24298, Sections 4 and 5).
+"""One trainer rank of an asynchronous PPO run: the main loop (AReaL, arXiv 2505.24298, Sections 4 and 5), or with
+mode=driven that of rank/orders.py.
 
 Every rank runs this same program. Generation never waits for it: the engines continue with the weights they have, at
 most rollout.max_staleness versions behind, and the decoupled objective corrects for that.
@@ -57,16 +58,19 @@ def main() -> None:
     from areal_megatron.rank.checkpoints import Checkpoints
     from areal_megatron.rank.controller_port import ControllerPort
     from areal_megatron.rank.experience import Experience
+    from areal_megatron.rank.orders import obey
     from areal_megatron.rank.weights import Weights
     from areal_megatron.trainer import check_fields
     from areal_megatron.trainer.trainer import Trainer
 
     check_fields.require(config)
     with Trainer(config, run, rank) as trainer, ControllerPort(config, run, trainer.parallel) as controller:
-        experience = Experience(trainer, controller)
         weights = Weights(config, run, trainer, controller)
         checkpoints = Checkpoints(config, run, trainer, controller)
-        train(trainer, experience, weights, checkpoints, config.updates)
+        if config.is_driven:
+            obey(trainer, controller, weights, checkpoints)
+        else:
+            train(trainer, Experience(trainer, controller), weights, checkpoints, config.updates)
 
 
 if __name__ == "__main__":

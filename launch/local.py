@@ -18,6 +18,7 @@ from areal_megatron.launch.supervision import gpus, start
 from areal_megatron.launch.supervision.hosts import Here
 from areal_megatron.launch.supervision.supervise import Outcome, supervise
 from areal_megatron.planning.pools import Node
+from areal_megatron.process import lifeline
 from areal_megatron.process.shown import guard
 from areal_megatron.run import descriptors
 from areal_megatron.run.folder import Replaced
@@ -26,6 +27,7 @@ from areal_megatron.run.network import check_network
 
 def main(arguments: list[str] | None = None) -> int:
     guard()
+    lifeline.hold(guardian_s=0.0)  # of a program that drives the run
     parser = start.parser("areal_megatron.launch.local", __doc__.split("\n")[0])
     dry_run.add_flag(parser)
     options = parser.parse_intermixed_args(arguments)

@@ -148,7 +148,7 @@ def _gpus(node: str, members: Sequence[NodeHello], config: Config) -> list[int |
             f"node {node} has {len(members)} MPI processes and {count} GPUs: start one for each GPU, e.g. mpirun "
             "--map-by ppr:8:node"
         )
-    if by_uuid and config.mode == "rl" and config.rollout.tp > 1:
+    if by_uuid and config.has_engines and config.rollout.tp > 1:
         raise ConfigError(
             f"rollout.tp: an engine takes {config.rollout.tp} GPUs, but each MPI process of node {node} may open one "
             "alone: let each see all GPUs of its node, e.g. by --gpus-per-node=8 in place of --gpus-per-task=1"

@@ -41,6 +41,7 @@ from areal_megatron.command import COMMANDS
 from areal_megatron.config import Config, ConfigError, config_file
 from areal_megatron.observe.metrics import MetricsReader, read_status
 from areal_megatron.observe.status import Status
+from areal_megatron.process import lifeline
 from areal_megatron.process.errors import first_line
 from areal_megatron.run.folder import RunError, RunFolder
 
@@ -82,17 +83,17 @@ class Run:
         self._overrides = [*_overrides(keys, self._moved)]
         self.config: Config = config_file.load(self._config, self._overrides)
 
-    def start(self, *options: str, quiet: bool = False) -> None:
+    def start(self, *options: str, quiet: bool = False, tied: bool = False) -> None:
         """Starts the run on this machine, or resumes it, and returns when it has begun.
 
-        `options`: those of `areal train`, such as "--restarts=1". The run's progress is printed, unless `quiet`. Raises
-        ConfigError for wrong input, RunFailed if the run ends before it begins, and RunError if this object has started
-        it already.
+        `options`: those of `areal train`, such as "--restarts=1". The run's progress is printed, unless `quiet`. It
+        goes on after the end of this process, unless it is `tied` to it. Raises ConfigError for wrong input, RunFailed
+        if the run ends before it begins, and RunError if this object has started it already.
         """
-        if self._program_of_run and self._program_of_run.is_running:
+        if self.is_running:
             raise RunError(f"{self.folder} has been started by this object already, and is running")
         before = self._starts()
-        started = self._program("train", str(self._config), *self._overrides, *options, quiet=quiet)
+        started = self._program("train", str(self._config), *self._overrides, *options, quiet=quiet, tied=tied)
         self._program_of_run = started
         while self._starts() == before and started.is_running:
             time.sleep(_POLL_S)
@@ -127,6 +128,11 @@ class Run:
             self._program_of_run.end()
 
     @property
+    def is_running(self) -> bool:
+        """Whether the run that this object has started goes on."""
+        return self._program_of_run is not None and self._program_of_run.is_running
+
+    @property
     def status(self) -> Status:
         """What the run does at the moment."""
         return read_status(RunFolder(self.folder))
@@ -141,7 +147,7 @@ class Run:
         reader, kind = MetricsReader(RunFolder(self.folder)), kind or self._kind
         running = True
         while running:
-            running = self._program_of_run is not None and self._program_of_run.is_running
+            running = self.is_running
             yield from (line for line in reader.new() if line["kind"] == kind)
             if running:
                 time.sleep(_POLL_S)
@@ -184,22 +190,28 @@ class Run:
         self._paths += [str(folder)] if folder else []
         return path
 
-    def _program(self, name: str, *arguments: str, quiet: bool) -> _Program:
-        return _Program(name, arguments, self._paths, self._at, quiet)
+    def _program(self, name: str, *arguments: str, quiet: bool, tied: bool = False) -> _Program:
+        return _Program(name, arguments, self._paths, self._at, quiet, tied)
 
 
 class _Program:
     """A program of the command `areal` that runs. A thread keeps its last lines, and prints all unless `quiet`."""
 
-    def __init__(self, name: str, arguments: Sequence[str], paths: Sequence[str], at: Path, quiet: bool):
-        """`paths`: further folders of modules; `at`: the current folder."""
+    def __init__(
+        self, name: str, arguments: Sequence[str], paths: Sequence[str], at: Path, quiet: bool, tied: bool = False
+    ):
+        """`paths`: further folders of modules; `at`: the current folder; `tied`: it ends when this process does."""
         path = os.pathsep.join([*dict.fromkeys(paths), *filter(None, [os.environ.get("PYTHONPATH")])])
         self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
         self._quiet = quiet
+        held, self._lifeline = os.pipe() if tied else (None, None)
+        environment = ({"PYTHONPATH": path} if path else {}) | ({lifeline.DESCRIPTOR: str(held)} if tied else {})
         self.process = subprocess.Popen(
             [sys.executable, "-m", COMMANDS[name].module, *arguments],
             cwd=at,
-            env=os.environ | ({"PYTHONPATH": path} if path else {}),
+            env=os.environ | environment,
+            pass_fds=[held] if tied else [],
+            start_new_session=tied,  # a Ctrl-C here is this process's to handle
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -207,6 +219,8 @@ class _Program:
             encoding="utf-8",
             errors="replace",
         )
+        if tied:
+            os.close(held)
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -236,6 +250,9 @@ class _Program:
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
+        if self._lifeline is not None:
+            os.close(self._lifeline)
+            self._lifeline = None
 
     def _read(self) -> None:
         for line in self.process.stdout:

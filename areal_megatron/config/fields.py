@@ -737,9 +737,10 @@ class Config:
     """Folder of run folders."""
     resume: str = ""
     """`auto`: from the newest complete checkpoint of the run, if there is one; or the path of a checkpoint."""
-    mode: str = key("rl", choices=("rl", "sft", "dpo", "reward_model", "replay"))
+    mode: str = key("rl", choices=("rl", "sft", "dpo", "reward_model", "replay", "driven"))
     """`sft`, `dpo`, `reward_model`: supervised training on rows or on pairs of answers (docs/supervised.md).
-    `replay`: the trainers of `rl` without engines; data.train is the folder `trajectories` of another run."""
+    `replay`: the trainers of `rl` without engines; data.train is the folder `trajectories` of another run. `driven`:
+    trainers and engines do what a program of yours says, which starts the run (docs/loop.md)."""
     seed: int = 1
     """Seed of the order of rows and choices, and of what is sampled."""
     updates: int = key(MISSING, at_least=1)
@@ -818,7 +819,7 @@ class Config:
     @property
     def shares_gpus(self) -> bool:
         """Whether a trainer rank and an engine rank divide a GPU and its memory."""
-        return self.machine.shared and self.mode == "rl" and not self.machine.is_cpu
+        return self.machine.shared and self.has_engines and not self.machine.is_cpu
 
     @property
     def link(self) -> str:
@@ -828,7 +829,22 @@ class Config:
     @property
     def optimizer_steps(self) -> int:
         """The most steps that the policy's optimizer makes in the run."""
-        return self.updates * (1 if self.is_supervised else self.ppo.minibatches)
+        return self.updates * (1 if self.is_supervised or self.is_driven else self.ppo.minibatches)
+
+    @property
+    def has_engines(self) -> bool:
+        """Whether the run has engines that generate with the policy."""
+        return self.mode in ("rl", "driven")
+
+    @property
+    def has_data(self) -> bool:
+        """Whether the run reads rows, of data.train and data.eval or of `environments`."""
+        return self.mode not in ("replay", "driven")
+
+    @property
+    def is_driven(self) -> bool:
+        """Whether a program of the user says what trainers and engines do: there is no data, reward or schedule."""
+        return self.mode == "driven"
 
     @property
     def is_supervised(self) -> bool:

@@ -53,6 +53,8 @@ def check(config: Config, where: Callable[[str], str] = lambda key: key) -> None
             require(_is_default(section, f.name), f"{mode}.{f.name}", f"has no meaning without mode={mode}")
     if config.is_supervised:
         _check_supervised(config, require)
+    elif config.is_driven:
+        _check_driven(config, require)
     else:
         _check_batch(config, require)
 
@@ -360,6 +362,15 @@ def _check_supervised(config: Config, require: Require) -> None:
         config.batch_size >= config.trainer.dp,
         "batch_size",
         f"{config.batch_size} cannot be split over trainer.dp={config.trainer.dp}",
+    )
+
+
+def _check_driven(config: Config, require: Require) -> None:
+    require(not config.has_critic, "ppo.critic.lr", "mode=driven has no critic: the program gives the advantages")
+    require(
+        _is_default(config.optimizer, "staleness_kl"),
+        "optimizer.staleness_kl",
+        "has no meaning with mode=driven: the program chooses the rate of each step",
     )
 
 

@@ -48,6 +48,7 @@ from areal_megatron.config.config_file import load
 from areal_megatron.controller import state
 from areal_megatron.controller.batches import Batches
 from areal_megatron.controller.changed import Changed
+from areal_megatron.controller.driven import Driven
 from areal_megatron.controller.engine import Engine
 from areal_megatron.controller.environment import Environments
 from areal_megatron.controller.evaluation import Evaluation, EvaluationQueue
@@ -335,7 +336,8 @@ class Controller:
 
 async def control(config: Config, run: RunFolder, schedule: type[Schedule]) -> None:
     """Runs a controller until the run is over; raises CancelledError if SIGTERM ends it before."""
-    controller = Replay(config, run) if config.mode == "replay" else Controller(config, run, schedule)
+    kinds = {"replay": Replay, "driven": Driven}
+    controller = kinds[config.mode](config, run) if config.mode in kinds else Controller(config, run, schedule)
     life = asyncio.create_task(controller.live())
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, life.cancel)
     try:
@@ -350,7 +352,7 @@ def main(schedule: type[Schedule] = Schedule) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         config = load(run.config)
-        if config.mode == "rl":
+        if config.has_engines:
             descriptors.check(config, descriptors.raise_limit())
         asyncio.run(control(config, run, schedule))
     except asyncio.CancelledError:

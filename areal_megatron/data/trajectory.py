@@ -130,6 +130,23 @@ class BatchPart(msgspec.Struct, kw_only=True):
         return [[[*chain(*bundles)] for bundles in minibatch] for minibatch in self.minibatches]
 
 
+class LossPart(msgspec.Struct, kw_only=True):
+    """What one data-parallel replica computes a loss with that a program asks for: `part` has one mini-batch."""
+
+    part: BatchPart
+    loss: str
+    """A name of ppo/algorithm.py."""
+    advantages: list[np.ndarray]
+    """float32 [trained tokens] of each trajectory"""
+    weights: list[np.ndarray]
+    """float32 [trained tokens] of each trajectory, which the losses of its tokens are multiplied by before they are
+    summed; [] has those of the loss, a mean over the samples"""
+    at: list[int]
+    """The place of each trajectory's first trained token among those of all samples."""
+    tokens: int
+    """The trained tokens of all samples, of other replicas' too."""
+
+
 _DTYPES = {"<i4", "<f4", "|u1", "<u2"}
 
 

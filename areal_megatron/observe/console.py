@@ -127,7 +127,11 @@ class Console:
 
     @property
     def _unit(self) -> str:
-        return "steps" if self._config.is_supervised else "updates"
+        return "updates" if self._has_rewards else "steps"
+
+    @property
+    def _has_rewards(self) -> bool:
+        return not (self._config.is_supervised or self._config.is_driven)
 
     def _take(self, record: dict[str, Any]) -> None:
         if record["kind"] == "eval":
@@ -196,8 +200,8 @@ class Console:
 
     def _panel(self, status: Status, events: int) -> Panel:
         body = [self._progress(), Text()]
-        body.append(_facts(self._supervised_facts() if self._config.is_supervised else self._rl_facts(status)))
-        if self._config.mode == "rl":
+        body.append(_facts(self._rl_facts(status) if self._has_rewards else self._supervised_facts()))
+        if self._config.has_engines:
             body += [Text(), _engine_table(status.engines, self._config.rollout.engines)]
         last = visible("\n".join(list(self._events)[len(self._events) - events :]))
         body += [Text(), Text(last, "dim", no_wrap=False, overflow="fold")]

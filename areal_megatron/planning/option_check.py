@@ -30,7 +30,7 @@ def check_for_device(config: Config) -> None:
             raise ConfigError(f"{key}: {problem}")
 
     vllm, megatron = config.rollout.vllm, config.trainer.megatron
-    if config.mode == "rl":
+    if config.has_engines:
         passed_through.check_vllm(vllm, config.machine.is_cpu, config.shares_gpus, require)
         passed_through.check_speculation(vllm, config.engines_start_empty, require)
         _check_draft(config)
@@ -57,7 +57,7 @@ def uncounted(config: Config) -> list[str]:
     """Returns a line for each option that changes how much memory a run takes, and that the plan counts nothing of."""
     vllm, megatron = config.rollout.vllm, config.trainer.megatron
     found = [f"{MEGATRON}.{name}" for name in passed_through.OFFLOADING if megatron.get(name)]
-    if config.mode == "rl":
+    if config.has_engines:
         dtype, method = vllm.get("kv_cache_dtype", "auto"), (vllm.get(SPECULATIVE) or {}).get("method", "draft_model")
         found += [f"{VLLM}.kv_cache_dtype={dtype}"] * (dtype not in ("auto", *kv_cache.ELEMENT))
         counted = ("ngram", "ngram_gpu", "suffix", "draft_model")
@@ -73,7 +73,7 @@ def check_options(config: Config, python: Mapping[str, Sequence[str]]) -> list[s
     """
     unchecked = []
     engines = {}
-    if config.mode == "rl":
+    if config.has_engines:
         served = {f"served.{name}.vllm": model.vllm for name, model in config.served_models.items() if model.vllm}
         given = served | ({VLLM: config.rollout.vllm} if config.rollout.vllm or not served else {})
         engines = {("rollout", ", ".join(sorted(given))): any(given.values())}

@@ -162,7 +162,7 @@ def _wanted(config: Config) -> list[_Pool]:
     divided = f" × cp={t.cp}" if t.cp > 1 else ""
     asked = f"trainer.tp={t.tp}{divided} × pp={t.pp} × dp={t.dp} is {config.trainer_ranks}"
     pools = [_Pool("trainer", t.tp, t.cp * t.pp * t.dp, "trainer.tp", asked)]
-    if config.mode == "rl":
+    if config.has_engines:
         asked = f"rollout.engines={r.engines} × tp={r.tp} is {r.engines * r.tp}"
         pools.append(_Pool("rollout", r.tp, r.engines, "rollout.tp", asked))
     for name, model in config.served_models.items():

@@ -141,7 +141,7 @@ def main(arguments: list[str] | None = None) -> int:
         gpu = accelerator(options.gpu)
         config = config_file.load(options.config, options.overrides)
         if config.mode != "rl":
-            raise ConfigError(f"mode: a run of mode={config.mode} has no engines; there is nothing to simulate")
+            raise ConfigError(f"mode: a run of mode={config.mode} has no schedule; there is nothing to simulate")
         if options.simulate < 0 or options.gpus < 1 or not 0 <= options.gpu_gb < math.inf:
             raise ConfigError(
                 f"--simulate {options.simulate} --gpus {options.gpus} --gpu-gb {options.gpu_gb:g}: expected a number "

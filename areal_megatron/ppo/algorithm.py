@@ -44,6 +44,8 @@ ALGORITHMS = {
     "cispo": Algorithm(advantage.group, loss.weighted, "tokens"),
     "sapo": Algorithm(advantage.group, loss.gated, "episodes"),
 }
+FINE_TUNING = "sft"
+"""A loss beside these that a program may ask for (mode=driven): the mean negative log-probability of the tokens."""
 
 
 def token_weights(mean: str, lengths: Tensor, tokens: float, episodes: float, longest: int) -> Tensor:

@@ -62,6 +62,8 @@ class Batch:
 def audit(run: RunFolder) -> list[str]:
     """Returns the faults of the run, a line each. Raises ConfigError if there is no such run."""
     config = config_file.load_run(run.folder)
+    if config.is_driven:
+        raise ConfigError(f"{run.folder}: a program has driven this run, and keeps its own account of what was trained")
     batches, faults = surviving(run, config)
     faults += check_versions(run.starts(), batches)
     faults += check_trajectories(batches)

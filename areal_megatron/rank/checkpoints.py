@@ -137,7 +137,7 @@ class Checkpoints:
     def __init__(self, config: Config, run: RunFolder, trainer: Trainer, companion: Companion):
         self._settings, self._model, self._run = config.checkpoint, config.model, run
         self._trainer, self._companion = trainer, companion
-        self._saver, self._weights = checkpoint.Saver(trainer), checkpoint.Saver(trainer, weights_only=True)
+        self._make_savers()
         self._version = 0
         """Version of the checkpoint that was begun last."""
         self._saved = 0
@@ -153,6 +153,10 @@ class Checkpoints:
         """Whether the last version that was to be exported was not, since too many exports had not ended."""
         self._lock = threading.Lock()
 
+    def _make_savers(self) -> None:
+        trainer = self._trainer
+        self._saver, self._weights = checkpoint.Saver(trainer), checkpoint.Saver(trainer, weights_only=True)
+
     def resume(self) -> tuple[int, int]:
         """Loads what this incarnation of the run starts from; returns its version and number of batches.
 
@@ -164,10 +168,21 @@ class Checkpoints:
         if start.checkpoint:
             self._folder = Path(start.checkpoint)
             with self._trainer.timeline.span("resume", version=start.version):
-                self._check(self._folder)
-                checkpoint.load(self._trainer, self._folder / "trainer")
+                self.load(self._folder)
         self._version = self._saved = self._exported = start.version
         return start.version, start.batches
+
+    def save(self, version: int) -> None:
+        """Returns when `version` is saved, or the companion has been told why it is not."""
+        self._begin(version, version)
+        self.finish()
+
+    def load(self, folder: Path) -> None:
+        """Brings the trainers to a checkpoint; parameters must be allowed to change. Raises RunError if that is damaged
+        or cannot be loaded."""
+        self._check(folder)
+        checkpoint.load(self._trainer, folder / "trainer")
+        self._make_savers()  # moments have another place in memory now
 
     def wait_until_read(self) -> None:
         """Returns when parameters may change."""

@@ -129,6 +129,8 @@ class PPOMicroBatch:
     """The critic's values of the states before the tokens, before this batch's first step; None without a critic."""
     returns: Tensor | None = None
     """The returns that the critic learns to predict; None without a critic."""
+    current: Tensor | None = None
+    """Log-probabilities under the present weights, once the loss has been computed."""
 
 
 def pack(
@@ -195,7 +197,7 @@ def _microbatch(
 def pack_trajectories(
     trajectories: Sequence[Trajectory],
     advantages: Sequence[float | np.ndarray],
-    weights: Sequence[float],
+    weights: Sequence[float | np.ndarray],
     version: int,
     kv_policy: str,
     part: RowPart,
@@ -204,8 +206,8 @@ def pack_trajectories(
     taught: bool = False,
     top_k: int = 0,
 ) -> PPOMicroBatch:
-    """Packs trajectories into one micro-batch, with the advantages (one for all of its trained tokens, or one for each)
-    and the weight of each one's tokens.
+    """Packs trajectories into one micro-batch, with the advantages and the weights of each one's trained tokens: one
+    for all of them, or one for each.
 
     `version` is the one that is trained. `proximal` stays None, `kept` is True everywhere. Routes are replayed if
     `routing` is given. `bundles` holds the sizes of consecutive groups of trajectories with a common prompt. The row
@@ -231,7 +233,7 @@ def pack_trajectories(
     columns = {
         "behaviour": _joined([t.logprobs for t in trajectories], np.float32)[trained],
         "advantages": _joined([np.broadcast_to(a, n) for a, n in zip(advantages, counts, strict=True)], np.float32),
-        "weights": np.array(weights, dtype=np.float32)[sequences],
+        "weights": _joined([np.broadcast_to(w, n) for w, n in zip(weights, counts, strict=True)], np.float32),
         "sequences": sequences,
         "staleness": staleness.astype(np.float32),
         "by_this_version": fresh,

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from areal_megatron.reshard.boxes import Layout
@@ -65,16 +66,26 @@ class Learner:
 
     def gradient(self, work: Sequence[pipeline.Work]) -> float:
         """Computes the gradient of a mini-batch and returns its norm, the same on all ranks."""
-        self.optimizer.zero_grad()
-        forget_load(self.chunks)
-        pipeline.forward_backward(self.chunks, work)
+        self.accumulate(work)
         return self.optimizer.gradient_norm()
 
-    def step(self, norm: float, steps: Steps) -> None:
-        """Takes an optimizer step and records it in `steps`; skips it if `norm`, the gradient's, is not finite."""
+    def accumulate(self, work: Sequence[pipeline.Work], more: bool = False) -> None:
+        """Computes a gradient, in place of the one that is there; with `more`, it is added to that one."""
+        # What is there has been summed over replicas, and must not be once more.
+        before = [gradient.clone() for gradient in self.optimizer.gradients()] if more else []
+        self.optimizer.zero_grad()
+        if not more:
+            forget_load(self.chunks)
+        pipeline.forward_backward(self.chunks, work)
+        if before:
+            torch._foreach_add_(self.optimizer.gradients(), before)
+
+    def step(self, norm: float, steps: Steps, rate: float | None = None) -> None:
+        """Takes an optimizer step and records it in `steps`; skips it if `norm`, the gradient's, is not finite. `rate`:
+        in place of the schedule's."""
         if math.isfinite(norm):
             steps.before_first()
-            self.optimizer.step(norm)
+            self.optimizer.step(norm, rate)
             move_biases(self.chunks)
             steps.norms.append(norm)
             steps.rates.append(self.optimizer.lr)

@@ -23,7 +23,7 @@ from areal_megatron.ppo.penalty import k3
 from areal_megatron.trainer.batch import MicroBatch
 from areal_megatron.trainer.copies import to_device
 from areal_megatron.trainer.logprobs import Vocabulary, likeliest
-from areal_megatron.trainer.model import Policy, ValueModel
+from areal_megatron.trainer.model import PolicyModel, ValueModel
 from areal_megatron.trainer.objective import trained_logprobs
 from areal_megatron.trainer.token_sums import TokenSums
 
@@ -80,7 +80,7 @@ class FineTuning(Lesson):
 
     sums = ("likeliest", "measured", "weight")
 
-    def __init__(self, policy: Policy, vocabulary: Vocabulary, settings: SFTConfig):
+    def __init__(self, policy: PolicyModel, vocabulary: Vocabulary, settings: SFTConfig):
         self._policy, self._vocabulary, self._by_row = policy, vocabulary, settings.mean == "row"
 
     def sequences(self, item: Sample) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -115,7 +115,7 @@ class Preference(Lesson):
 
     sums = ("pairs", "ranked", "margin", "reward_chosen", "reward_rejected", "kl", "tokens_chosen", "logprob_chosen")
 
-    def __init__(self, policy: Policy, vocabulary: Vocabulary, settings: DPOConfig):
+    def __init__(self, policy: PolicyModel, vocabulary: Vocabulary, settings: DPOConfig):
         self._policy, self._vocabulary = policy, vocabulary
         self._beta, self._smoothing = settings.beta, settings.label_smoothing
 
@@ -180,7 +180,7 @@ class Scoring(Lesson):
         return {**_ranked(totals), "score_mean": mean, "score_std": deviation}
 
 
-def lesson_of(config: Config, model: Policy | ValueModel, vocabulary: Vocabulary) -> Lesson:
+def lesson_of(config: Config, model: PolicyModel | ValueModel, vocabulary: Vocabulary) -> Lesson:
     """Returns what the run's mode learns; SFT in modes that are not supervised. `vocabulary` has temperature 1."""
     match config.mode:
         case "dpo":

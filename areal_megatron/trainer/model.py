@@ -41,7 +41,7 @@ BUCKET_ELEMENTS: int | None = None
 """Size of the buckets in which data-parallel ranks reduce gradients and gather parameters; None: Megatron's default."""
 
 
-class Policy(GPTModel):
+class PolicyModel(GPTModel):
     """GPTModel whose last pipeline stage returns the final hidden states [T, 1, hidden] instead of logits.
 
     trainer/logprobs.py turns these into log-probabilities without ever holding the logits of all tokens.
@@ -145,7 +145,7 @@ def build_model(
     config: Config,
     sizes: MegatronSizes,
     device: torch.device,
-    kind: type[GPTModel] = Policy,
+    kind: type[GPTModel] = PolicyModel,
     *,
     replays_routes: bool = False,
     frozen: bool = False,

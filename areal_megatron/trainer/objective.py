@@ -19,7 +19,7 @@ from areal_megatron.ppo.loss import Bounds, Tokens, log_linear, metric_sums
 from areal_megatron.ppo.penalty import PenaltyTokens, k3, penalised, penalty
 from areal_megatron.trainer.batch import MicroBatch, PPOMicroBatch
 from areal_megatron.trainer.logprobs import Vocabulary, token_logprobs
-from areal_megatron.trainer.model import Policy
+from areal_megatron.trainer.model import PolicyModel
 from areal_megatron.trainer.token_sums import LEFT_OUT, TokenSums
 
 
@@ -29,7 +29,7 @@ class Objective:
     `vocabulary` has the temperature that answers are sampled with.
     """
 
-    def __init__(self, policy: Policy, vocabulary: Vocabulary, settings: PPOConfig, eta: int):
+    def __init__(self, policy: PolicyModel, vocabulary: Vocabulary, settings: PPOConfig, eta: int):
         self._policy, self._objective, self._steps = policy, settings.objective, settings.minibatches
         self._algorithm = ALGORITHMS[settings.algorithm]
         self._penalty = settings.penalty.coefficients
@@ -65,6 +65,7 @@ class Objective:
         now, behaviour = current.detach(), sampled.behaviour
         proximal = self._proximal(sampled, now, taken)
         advantages = penalised(sampled.advantages, now, sampled.reference, self._penalty)
+        sampled.current = now
         tokens = Tokens(current, proximal, behaviour, advantages, sampled.sequences, sampled.kept)
         penalties = penalty(
             PenaltyTokens(
@@ -110,6 +111,13 @@ class Objective:
         )
         return loss
 
+    def likelihood(self, hidden: Tensor, sampled: PPOMicroBatch, sums: TokenSums) -> Tensor:
+        """Returns the sum of the tokens' negative log-probabilities at temperature 1, as fine-tuning has it."""
+        current = self.logprobs(hidden, sampled.microbatch, written=True)
+        sampled.current, loss = current.detach(), -(sampled.weights * current).sum()
+        sums.add({"tokens": _count(current), "loss": loss}, {})
+        return loss
+
     def _proximal(self, sampled: PPOMicroBatch, now: Tensor, taken: int) -> Tensor:
         if self._objective == "loglinear":
             return log_linear(now, sampled.behaviour, sampled.staleness, taken / self._steps)
@@ -117,7 +125,7 @@ class Objective:
 
 
 def trained_logprobs(
-    policy: Policy,
+    policy: PolicyModel,
     vocabulary: Vocabulary,
     hidden: Tensor,
     microbatch: MicroBatch,

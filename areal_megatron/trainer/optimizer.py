@@ -114,6 +114,11 @@ class ModelOptimizer:
             chunk.zero_grad_buffer()
         self.megatron.zero_grad()
 
+    def gradients(self) -> list[Tensor]:
+        """Returns the memory in which this rank has its gradient: after a backward pass, the part that it changes is
+        summed over replicas."""
+        return [b.grad_data for chunk in self._chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+
     @torch.no_grad()
     def gradient_norm(self) -> float:
         """Returns the norm of the whole gradient, the same on all ranks; not finite if any part of it is not.
@@ -136,8 +141,9 @@ class ModelOptimizer:
         return self.megatron.get_grad_norm()
 
     @torch.no_grad()
-    def step(self, norm: float) -> None:
-        """Clips the gradient, whose finite norm is `norm`, and changes the parameters.
+    def step(self, norm: float, rate: float | None = None) -> None:
+        """Clips the gradient, whose finite norm is `norm`, and changes the parameters. `rate`: the learning rate, in
+        place of the schedule's.
 
         With data parallelism each rank changes its own part of them; the parts of the others arrive during the next
         forward pass, or in `settle`.
@@ -149,7 +155,7 @@ class ModelOptimizer:
             torch._foreach_mul_([g for g in gradients if g is not None], self._clip_grad / norm)
         self._schedule.step(1)
         for group in self.megatron.param_groups:
-            group["lr"] *= self.factor
+            group["lr"] = group["lr"] * self.factor if rate is None else rate
         self.megatron.step_with_ready_grads()
 
     def sharded_state(self, model: dict[str, Any], metadata: dict[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, compress
@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from areal_megatron.config import Config
-from areal_megatron.data.trajectory import BatchPart
+from areal_megatron.data.trajectory import BatchPart, LossPart
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.ppo import diagnostics
 from areal_megatron.ppo.advantage import Rewards, over_tokens
-from areal_megatron.ppo.algorithm import ALGORITHMS, token_weights
+from areal_megatron.ppo.algorithm import ALGORITHMS, FINE_TUNING, token_weights
 from areal_megatron.ppo.correction import within_second_moment
 from areal_megatron.ppo.loss import effective_share
 from areal_megatron.ppo.penalty import COVARIANT, most_covariant
@@ -154,6 +154,54 @@ class PPO:
         found = self._logprobs("logprobs", list(chain(*minibatches)))
         return torch.cat([torch.zeros(0, device=self._parallel.device), *found])
 
+    def gradient(self, asked: LossPart, learns: bool = True, more: bool = False) -> tuple[dict[str, float], np.ndarray]:
+        """Computes the gradient of the loss of given samples for a later step, added with `more` to the one that is
+        there; without `learns`, the loss alone.
+
+        Returns means over trained tokens, of which `loss` is what is minimised, and float32 [asked.tokens]: the
+        log-probability of each trained token under the present weights. The same on all ranks.
+        """
+        part, sums, tuned = asked.part, TokenSums(), asked.loss == FINE_TUNING
+        [minibatch], _ = self._microbatches(part, Weighed.of(part, self._parallel), asked.advantages, asked)
+        self._residual.begin()
+        if not tuned:
+            self._set_proximal([minibatch])
+            self._set_reference([minibatch])
+        loss = partial(self._objective.likelihood if tuned else partial(self._objective.ppo, taken=0), sums=sums)
+        work = [(sampled.microbatch, partial(loss, sampled=sampled)) for sampled in minibatch]
+        with self._timeline.device_span("train" if learns else "logprobs", tokens=pipeline.token_count(work)):
+            if learns:
+                self._policy.accumulate(work, more)
+            else:
+                pipeline.forward(self._policy.chunks, work)
+        if tuned:
+            totals = sums.totals(self._parallel, ("tokens", "loss"))
+            metrics = {"loss": totals["loss"] / max(totals["tokens"], 1)}
+        else:
+            metrics, totals = self._token_metrics(sums)
+        return metrics | {"trained_tokens": totals["tokens"]}, self._in_place(asked, minibatch)
+
+    def step(self, rate: float | None, before_step: Callable[[], None]) -> tuple[bool, dict[str, float]]:
+        """Takes an optimizer step by the gradient that is there; returns whether it was finite, so that the weights
+        have changed, and metrics. `rate`: in place of the schedule's. `before_step` is called right before parameters
+        change."""
+        start, steps = time.monotonic(), Steps(before_step)
+        self._policy.step(self._policy.optimizer.gradient_norm(), steps, rate)
+        self._policy.optimizer.settle()
+        found = step_metrics(self._policy.optimizer, steps, 0, start)
+        return bool(steps.norms), {name: found[name] for name in found if "tokens" not in name}
+
+    def _in_place(self, asked: LossPart, minibatch: Sequence[PPOMicroBatch]) -> np.ndarray:
+        """Returns the log-probabilities of all replicas' trained tokens, in the order of the samples."""
+        found = torch.zeros(asked.tokens, dtype=torch.float64)
+        if self._parallel.is_last_stage:
+            for bundles, sampled in zip(asked.part.minibatches[0], minibatch, strict=True):
+                members = [*chain(*bundles)]
+                counts = [len(asked.advantages[i]) for i in members]
+                for i, own in zip(members, sampled.current.cpu().double().split(counts), strict=True):
+                    found[asked.at[i] : asked.at[i] + len(own)] = own
+        return self._parallel.sum_of_last_stages(found).float().numpy()
+
     def _step(self, work: Sequence[pipeline.Work], teaches: list[bool], steps: Steps, planned: int) -> None:
         idle = [own for own, taught in zip(work, teaches, strict=True) if not taught]
         if not pipeline.saves(self._policy.chunks, idle):
@@ -166,6 +214,11 @@ class PPO:
         self._policy.step(gradient_norm, steps)
 
     def _ppo_metrics(self, sums: TokenSums, steps: Steps, start: float) -> dict[str, float]:
+        metrics, totals = self._token_metrics(sums)
+        return metrics | step_metrics(self._policy.optimizer, steps, totals["tokens"], start)
+
+    def _token_metrics(self, sums: TokenSums) -> tuple[dict[str, float], dict[str, float]]:
+        """Returns the metrics of trained tokens, and the totals over them."""
         means = (*MEANS, "kl_reference") if self._config.ppo.penalty.kl else MEANS
         names = (*COUNTS, *means, *diagnostics.SUMS, *diagnostics.GROUP_SUMS)
         watched = self._residual.add_to(sums)
@@ -180,7 +233,7 @@ class PPO:
             metrics["logprob_diff_mean"] = totals["difference"] / totals["compared"]
         metrics |= {name: totals[name] for name in watched}
         per_token = {name: totals[name] / max(totals["tokens"], 1) for name in means}
-        return metrics | per_token | step_metrics(self._policy.optimizer, steps, totals["tokens"], start)
+        return metrics | per_token, totals
 
     def _assess(self, part: BatchPart) -> tuple[list[list[PPOMicroBatch]], list[list[bool]], dict[str, float]]:
         """Returns the micro-batches of each mini-batch, with advantages, whether there is anything to learn from each
@@ -196,12 +249,21 @@ class PPO:
         return *self._microbatches(part, weighed, advantages), described
 
     def _microbatches(
-        self, part: BatchPart, weighed: Weighed, advantages: Sequence[float | np.ndarray]
+        self,
+        part: BatchPart,
+        weighed: Weighed,
+        advantages: Sequence[float | np.ndarray],
+        asked: LossPart | None = None,
     ) -> tuple[list[list[PPOMicroBatch]], list[list[bool]]]:
-        """Returns the micro-batches of each mini-batch, and whether there is anything to learn from each of them."""
+        """Returns the micro-batches of each mini-batch, and whether there is anything to learn from each of them. The
+        weights that are `asked` for take the place of the algorithm's."""
         minibatches, teaching = [], []
         for minibatch, members in zip(part.minibatches, part.members, strict=True):
             weights, teaches = self._weights(members, weighed, advantages)
+            if asked and asked.weights:  # the gradient is divided by the number of trained tokens
+                weights = {i: asked.tokens * asked.weights[i] for i in chain(*members)}
+            elif asked and asked.loss == FINE_TUNING:
+                weights = dict.fromkeys(chain(*members), 1.0)
             minibatches.append([self._pack(part, bundles, advantages, weights) for bundles in minibatch])
             teaching.append(teaches)
         return minibatches, teaching
@@ -211,7 +273,7 @@ class PPO:
         part: BatchPart,
         bundles: list[list[int]],
         advantages: Sequence[float | np.ndarray],
-        weights: dict[int, float],
+        weights: Mapping[int, float | np.ndarray],
     ) -> PPOMicroBatch:
         members = [*chain(*bundles)]
         return pack_trajectories(

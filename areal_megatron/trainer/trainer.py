@@ -29,7 +29,7 @@ from areal_megatron.trainer.critic import Critic
 from areal_megatron.trainer.learner import Learner
 from areal_megatron.trainer.lessons import lesson_of
 from areal_megatron.trainer.logprobs import Vocabulary, tile_of
-from areal_megatron.trainer.model import Policy, ValueModel, build_model, factors, parallel_sizes, tensors
+from areal_megatron.trainer.model import PolicyModel, ValueModel, build_model, factors, parallel_sizes, tensors
 from areal_megatron.trainer.optimizer import ModelOptimizer
 from areal_megatron.trainer.ppo import PPO, BatchResult
 from areal_megatron.trainer.recompute import decided
@@ -51,7 +51,7 @@ class Trainer:
 
     def __init__(self, config: Config, run: RunFolder, rank: int, pad_token: int | None = None):
         """`pad_token`: of the reward model that mode reward_model trains, see `as_reward_model`."""
-        check_model(replace(config, mode="replay") if config.mode == "rl" else config)  # what engines need is not asked
+        check_model(replace(config, mode="replay") if config.has_engines else config)  # what engines need is not asked
         config = decided(config)
         self.config, self.run = config, run
         self.parallel = process_groups.initialise(config, run, rank)
@@ -78,6 +78,7 @@ class Trainer:
         )
         if config.has_reference:  # copied before a checkpoint brings other weights
             self._reference = Reference(config, self.parallel, vocabulary, chunks)
+        self._with_changes: dict[tuple[tuple[str, float | str], ...], PPO] = {}
         self._vocabulary, self._part = vocabulary, RowPart.of(chunks[0].config, self.device, self._flops)
 
     def __enter__(self) -> Trainer:
@@ -92,8 +93,20 @@ class Trainer:
     @cached_property
     def ppo(self) -> PPO:
         """The updates of an RL run or a replay."""
+        return self._ppo(self.config)
+
+    def ppo_with(self, changes: Mapping[str, float | str]) -> PPO:
+        """Returns the losses with other values for some keys of the config's section `ppo`."""
+        if not changes:
+            return self.ppo
+        key = tuple(sorted(changes.items()))
+        if key not in self._with_changes:
+            self._with_changes[key] = self._ppo(replace(self.config, ppo=replace(self.config.ppo, **changes)))
+        return self._with_changes[key]
+
+    def _ppo(self, config: Config) -> PPO:
         models = self.policy, self.critic, self._reference
-        return PPO(self.config, *models, self._vocabulary, self.parallel, self._part, self.timeline)
+        return PPO(config, *models, self._vocabulary, self.parallel, self._part, self.timeline)
 
     @cached_property
     def supervised(self) -> Supervised:
@@ -130,7 +143,7 @@ class Trainer:
         """Builds the policy, with the weights of model.path and the adapter of lora.start; in mode reward_model a value
         model, whose head is zero unless model.path has one."""
         config, held = self.config, layout(self.hf_config, self.sizes, self.parallel.rank)
-        kind = ValueModel if config.mode == "reward_model" else Policy
+        kind = ValueModel if config.mode == "reward_model" else PolicyModel
         chunks = build_model(config, self.sizes, self.device, kind, replays_routes=True, base=held)
         loaded, own = tensors(chunks), architecture(read_config(config.model.path))
         if kind is ValueModel and not own.is_reward_model:
@@ -159,6 +172,8 @@ class Trainer:
         """The number of optimizer steps of the policy in the whole run."""
         config = self.config
         if config.is_supervised:
+            return config.updates
+        if config.is_driven:
             return config.updates
         return (config.updates - (self.critic.warmup if self.critic else 0)) * config.ppo.minibatches
 

@@ -228,7 +228,7 @@ def check(
     checkpoint = _resumed(config, run, held)
     if config.mode == "replay":
         _check_replay(config, run, checkpoint)
-    elif checkpoint:
+    elif checkpoint and config.has_data:
         _check_same_data(config, run, checkpoint, members)
     if config.checkpoint.every:
         size = checkpoint_folder.size(checkpoint.folder) if checkpoint else outcome.memory.checkpoint
@@ -241,7 +241,7 @@ def check_open_files(config: Config, placement: Placement) -> None:
     """Raises ConfigError if a process of the run may open fewer files than it needs on its node."""
     files = {node.name: node.files for node in placement.nodes if node.files}
     for process in placement.processes:
-        if process.pool == "controller" and config.mode == "rl" and process.node in files:
+        if process.pool == "controller" and config.has_engines and process.node in files:
             descriptors.check(config, files[process.node])
         if process.pool == "trainer" and process.node in files:
             descriptors.check_trainer(config, files[process.node])
@@ -250,7 +250,7 @@ def check_open_files(config: Config, placement: Placement) -> None:
 def check_packages(config: Config, python: Mapping[str, Sequence[str]], pools: Sequence[str] = POOLS) -> None:
     """Raises ConfigError if one of `pools` cannot run with the packages of this interpreter. A pool to which `python`
     gives another is left out: its processes look themselves, when they start."""
-    needed = {"trainer", "rollout"} if config.mode == "rl" else {"trainer"}
+    needed = {"trainer", "rollout"} if config.has_engines else {"trainer"}
     for pool in pools:
         if pool in needed and pool not in python and (problem := versions.problem(pool, config)):
             raise ConfigError(problem)
@@ -304,7 +304,7 @@ def fetch(config: Config, run: RunFolder | None = None, weights: bool = True) ->
         if model.adapter:
             earlier = getattr(before.served, name).adapter if before else ""
             model.adapter = hub.model_folder(model.adapter, f"served.{name}.adapter", weights, earlier)
-    if config.mode == "replay":
+    if not config.has_data:
         return
     commits = files.commits(before) if before else {}
     places = {"data": config.data} | {f"environments.{n}": own for n, own in enumerate(config.environments)}
@@ -323,7 +323,7 @@ def check_input(config: Config, weights: bool = True) -> Sequence[Member]:
     models' weights too. Returns what data.train holds, nothing for a replay. Raises ConfigError."""
     members: Sequence[Member] = ()
     check_model(config, weights)
-    if config.mode != "replay":
+    if config.has_data:
         members = check_data(config, lambda line: print(line, file=sys.stderr), problem_with_answers)
     for own in config.by_environment() if config.mode == "rl" else ():
         if not own.reward.of_served:

@@ -62,6 +62,7 @@ CONTENTS = {
         "checkpoints",
         "sites",
         "python",
+        "loop",
     ],
     "Reference": [
         "keys",

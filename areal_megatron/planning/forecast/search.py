@@ -156,7 +156,7 @@ class Search:
         """`nodes` are the cluster's. Raises ConfigError for a run without two pools, and where no engine has room for
         an answer."""
         if config.mode != "rl":
-            raise ConfigError(f"--best: a run of mode={config.mode} has no engines; there is nothing to divide")
+            raise ConfigError(f"--best: a run of mode={config.mode} has no schedule; there is nothing to divide")
         if config.machine.shared:
             raise ConfigError("--best: divides GPUs between the pools, and with machine.shared both have all of them")
         config.machine.device = "cuda"

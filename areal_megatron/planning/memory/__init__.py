@@ -130,7 +130,7 @@ def plan_memory(config: Config, hf_config: Mapping[str, Any], gpu_gib: float = 0
     if on_cuda and gpu_gib and not _fits(trainer, gpu_gib) and not config.shares_gpus:
         raise ConfigError(_trainer_too_large(config, hf_config, trainer, gpu_gib))
     engine = None
-    if config.mode == "rl":
+    if config.has_engines:
         memory = int(gpu_gib * GIB) if on_cuda else memory or machine_bytes()
         engine = engine_memory(config, hf_config, memory, on_cuda, trainer.total if config.shares_gpus else 0)
         if name := given_size(config):
@@ -216,7 +216,7 @@ def _advice(config: Config, smaller: _Smaller, room: Callable[[Config], str | No
 def _roomier(config: Config, smaller: _Smaller) -> Iterator[tuple[str, Config]]:
     """Yields runs with the optimizer's states on the hosts, and then with ever shorter answers."""
     on_host, longest = replace(config.optimizer, on_host=True), config.rollout.max_new_tokens
-    for part in (1, 2, 4, 8, 16) if config.mode == "rl" else (1,):
+    for part in (1, 2, 4, 8, 16) if config.has_engines else (1,):
         less = replace(config, optimizer=on_host, rollout=replace(config.rollout, max_new_tokens=longest // part))
         text = "optimizer.on_host=true" + f" rollout.max_new_tokens={longest // part}" * (part > 1)
         yield text, less

@@ -19,7 +19,7 @@ def weight_traffic(config: Config, hf_config: Mapping[str, Any]) -> Traffic | No
 
     Raises ConfigError where the sizes do not fit the model.
     """
-    if config.mode != "rl":
+    if not config.has_engines:
         return None
     sizes = MegatronSizes.of(config.trainer), EngineSizes.of(config.rollout)
     return _traffic(json.dumps(dict(hf_config)), *sizes, config.rollout.engines, served(config, hf_config))

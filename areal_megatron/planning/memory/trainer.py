@@ -189,7 +189,7 @@ def _reference(config: Config, hf_config: Mapping[str, Any], policy: Held, stage
 
 def _merged(config: Config, hf_config: Mapping[str, Any], sizes: MegatronSizes, stage: int) -> MemoryPart:
     """trainer/adapter.py: copies of the weights with adapters, which engines get, and a sum in float32."""
-    if config.mode != "rl" or not config.has_adapters or config.engines_adapt:
+    if not config.has_engines or not config.has_adapters or config.engines_adapt:
         return MemoryPart("merged weights", 0)
     first = stage * sizes.tp * sizes.cp * sizes.dp
     factors = trainer_layout.layout(hf_config, sizes, first, Adapter.of(config.lora)).held

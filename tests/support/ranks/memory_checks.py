@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from areal_megatron.config import Config, DataConfig, ModelConfig, TrainerConfig
 from areal_megatron.trainer.batch import RowPart, pack
-from areal_megatron.trainer.model import Policy, ValueModel, build_model, parallel_sizes
+from areal_megatron.trainer.model import PolicyModel, ValueModel, build_model, parallel_sizes
 from areal_megatron.trainer.optimizer import ModelOptimizer
 
 TOKENS = 512
@@ -39,8 +39,8 @@ def measure(
         trainer=TrainerConfig(tp=tp, recompute=recompute, recompute_layers=layers, microbatch_tokens=TOKENS),
     )
     config.trainer.megatron = dict(megatron)
-    found = {kind: allocated(config, kind) for kind in (Policy, ValueModel)}
-    chunk, parts = found[Policy]
+    found = {kind: allocated(config, kind) for kind in (PolicyModel, ValueModel)}
+    chunk, parts = found[PolicyModel]
     for parameter in chunk.parameters():
         torch.nn.init.normal_(parameter.data, std=0.02)
     return parts | {"critic": sum(found[ValueModel][1].values()), "saved": saved(chunk)}
@@ -117,7 +117,7 @@ def write_alive(folder: Path, rank: int, models: str, cp: int) -> None:
             trainer=trainer,
         )
         torch.manual_seed(0)
-        chunk, _ = allocated(config, Policy)
+        chunk, _ = allocated(config, PolicyModel)
         for parameter in chunk.parameters():
             torch.nn.init.normal_(parameter.data, std=0.02)
         found[f"{model.name} {recompute}"] = alive(chunk, RowPart.of(chunk.config, CPU))

@@ -1,0 +1,398 @@
+"""A policy that a program of the user samples from and trains, in a loop of its own (docs/loop.md).
+
+    import areal_megatron as areal
+
+    with areal.Policy("configs/tiny_cpu.yaml", name="mine") as policy:
+        [answers] = policy.sample(["12+34="], n=8)
+        for answer in answers:
+            answer.advantage = float(answer.text.endswith("46")) - 0.5
+        policy.forward_backward(answers, "grpo")
+        policy.step()
+        policy.publish()
+
+The trainers and engines are those of a run, started by the same launcher (mode=driven).
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from areal_megatron.api.run import Run, RunFailed
+from areal_megatron.config import Config, ConfigError, config_file
+from areal_megatron.config.algorithms import PUBLISHED
+from areal_megatron.data.formats import Chat
+from areal_megatron.data.tokenizer import Tokenizer
+from areal_megatron.data.trajectory import Trajectory, checksum
+from areal_megatron.protocol import (
+    Await,
+    ControllerClient,
+    ControllerError,
+    Finish,
+    GetReady,
+    GivePrompt,
+    GiveSamples,
+    LoadVersion,
+    NotYet,
+    ProgramReply,
+    ProgramRequest,
+    PublishVersion,
+    SampledAnswer,
+    SaveVersion,
+    TakeStep,
+)
+from areal_megatron.run.folder import CONTROLLER, RunError, RunFolder
+
+LOSSES = (*PUBLISHED, "sft")
+"""What `loss` may be: the loss of an algorithm (docs/algorithms.md), or the negative log-probability."""
+_SETTINGS = ("objective", "clip_low", "clip_high", "dual_clip")
+_LOOK_S = 0.2
+_END_S = 60.0
+_SEED_BITS = 62
+
+Prompt = str | Chat | Sequence[int]
+"""A text or messages, which the model's template renders, or tokens."""
+
+
+@dataclass(eq=False)
+class Response:
+    """R tokens after a prompt: what was sampled, or what is to be trained.
+
+    What has one value a token may be one number for all of them.
+    """
+
+    prompt: Sequence[int]
+    """Its tokens."""
+    tokens: Sequence[int]
+    logprobs: Sequence[float] = ()
+    """[R]: the log-probability with which each token was sampled; without any, only `sft` can train them."""
+    versions: Sequence[int] = ()
+    """[R]: the version that sampled each token; without any, the present one."""
+    text: str = ""
+    finish_reason: str = "stop"
+    """`stop`, or `length` for one that was cut at max_tokens."""
+    advantage: float | Sequence[float] = 0.0
+    """How much better each token is than expected; `sft` takes none."""
+    weight: float | Sequence[float] | None = None
+    """What the loss of each token is multiplied by before all are summed. None: a share of the mean that the loss
+    stands for, such as 1 / (trained tokens of all samples)."""
+    mask: Sequence[bool] | None = None
+    """[R]: which tokens are trained; None: all."""
+    routes: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint8), repr=False)
+    """As data/trajectory.py has them."""
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """What came of `Policy.forward_backward` or `Policy.forward`."""
+
+    loss: float
+    """The weighted sum of the tokens' losses."""
+    metrics: dict[str, float]
+    """Means over trained tokens, by the names of docs/metrics.md."""
+    logprobs: list[np.ndarray]
+    """float32 for each sample: the log-probabilities of its trained tokens under the present weights."""
+
+
+class Policy:
+    """The trainers and engines of a run, which do what this object is told. A context manager.
+
+    `config` and `keys` are as for `Run`; `updates` is the number of steps that optimizer.schedule counts, and data,
+    rewards and batch sizes mean nothing. With `resume="auto"` it goes on from its last checkpoint. Calls return when
+    they are done, and may come from several threads: `sample` goes on beside all others, which take turns.
+
+    Raises ConfigError for wrong input, for which nothing is done, and RunFailed when a process of the run has failed.
+    """
+
+    _open: ClassVar[Policy | None] = None
+
+    def __init__(self, config: str | Path | Config, *, quiet: bool = True, **keys: Any):
+        """Returns when trainers and engines are ready. The progress of the start is printed unless `quiet`."""
+        if Policy._open is not None:
+            raise ConfigError(f"this process has a policy already, {Policy._open.folder}: close() that one first")
+        self._run = Run(config, **(keys | {"mode": "driven"}))
+        self.folder = self._run.folder
+        """The folder of the run."""
+        self._keys, self._endpoint, self._closed = None, "", False
+        Policy._open = self
+        try:
+            self._run.start(quiet=quiet, tied=True)
+            self._connect()
+            self._ask(GetReady())
+        except BaseException:
+            self._kill()
+            raise
+
+    def sample(
+        self,
+        prompts: Sequence[Prompt],
+        n: int = 1,
+        *,
+        max_tokens: int | None = None,
+        temperature: float | None = None,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        stop_tokens: Sequence[int] | None = None,
+        seed: int | None = None,
+    ) -> list[list[Response]]:
+        """Returns n answers to each prompt, all sampled at once, by whatever versions the engines have meanwhile.
+
+        `max_tokens` and `temperature`: by default rollout.max_new_tokens and rollout.temperature, at which losses take
+        the tokens to be sampled. `stop_tokens`: by default those of the model. `seed`: the same one gives the same
+        answers under the same weights; None: others in every call.
+        """
+        rollout, longest = self.config.rollout, self.config.longest_sequence
+        max_tokens = rollout.max_new_tokens if max_tokens is None else max_tokens
+        temperature = rollout.temperature if temperature is None else temperature
+        if n < 1 or max_tokens < 1 or temperature < 0:
+            raise ConfigError(f"n={n}, max_tokens={max_tokens}, temperature={temperature:g}: must be 1, 1, 0 or more")
+        asked = [self._tokens(prompt, place) for place, prompt in enumerate(prompts)]
+        for place, tokens in enumerate(asked):
+            if len(tokens) + max_tokens > longest:
+                raise ConfigError(
+                    f"prompt {place} has {len(tokens)} tokens and may get {max_tokens} more, and "
+                    f"data.max_prompt_tokens + rollout.max_new_tokens is {longest}"
+                )
+        seed = secrets.randbits(_SEED_BITS - 1) if seed is None else seed
+        requests = [
+            GivePrompt(
+                tokens=tokens,
+                n=n,
+                max_tokens=max_tokens,
+                temperature=temperature,
+                top_p=top_p,
+                top_k=top_k,
+                stop_tokens=self.tokenizer.stop_tokens if stop_tokens is None else list(stop_tokens),
+                seed=(seed + place * n) % 2**_SEED_BITS,
+            )
+            for place, tokens in enumerate(asked)
+        ]
+        replies = self._ask(*requests)
+        pairs = zip(asked, replies, strict=True)
+        return [[self._response(tokens, answer) for answer in reply.answers] for tokens, reply in pairs]
+
+    def forward_backward(self, samples: Sequence[Response], loss: str = "", **settings: float | str) -> Gradient:
+        """Computes the gradient of a loss, and adds it to those since the last step.
+
+        `loss`: one of LOSSES, by default ppo.algorithm. `settings`: other values for the keys objective, clip_low,
+        clip_high and dual_clip of the section ppo.
+        """
+        return self._compute(samples, loss, settings, learns=True)
+
+    def forward(self, samples: Sequence[Response], loss: str = "sft", **settings: float | str) -> Gradient:
+        """Computes the same without a gradient; by default for the log-probabilities at temperature 1."""
+        return self._compute(samples, loss, settings, learns=False)
+
+    def step(self, lr: float | None = None) -> dict[str, float]:
+        """Takes an optimizer step by the gradient that there is, and returns metrics. `lr`: None has the schedule's.
+
+        The version counts steps. One whose gradient is not finite changes nothing: `skipped_steps` is 1 then.
+        """
+        [reply] = self._ask(TakeStep(lr))
+        return reply.metrics
+
+    def publish(self) -> int:
+        """Brings the present weights to the engines, and returns their version. Answers that are being sampled go on
+        with them."""
+        [reply] = self._ask(PublishVersion())
+        return reply.version
+
+    def save(self) -> Path:
+        """Saves weights and optimizer, and returns the folder of the checkpoint: one of the last checkpoint.keep."""
+        [reply] = self._ask(SaveVersion())
+        return Path(reply.folder)
+
+    def load(self, checkpoint: str | Path) -> None:
+        """Brings trainers to a checkpoint of this model, as a new version; `publish` brings it to the engines."""
+        self._ask(LoadVersion(str(Path(checkpoint).absolute())))
+
+    def close(self) -> None:
+        """Ends the run. What was not saved is lost."""
+        if self._closed:
+            return
+        try:
+            with self._client() as client:
+                client.request(Finish())  # the run may end before one could ask what has become of that
+            with suppress(TimeoutError):
+                self._run.wait(_END_S)
+        finally:
+            self._kill()
+
+    @property
+    def version(self) -> int:
+        """Which the trainers have."""
+        return self._version
+
+    def __enter__(self) -> Policy:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_) -> None:
+        if kind and issubclass(kind, RunError | KeyboardInterrupt):
+            self._kill()
+        else:
+            self.close()
+
+    def _connect(self) -> None:
+        run = RunFolder(self.folder)
+        while not self._endpoint:
+            self._look()
+            with suppress(RunError):
+                self._endpoint = run.endpoint(CONTROLLER, _LOOK_S)
+        self._keys, self.config = run.keys, config_file.load(run.config)
+        self.tokenizer = Tokenizer(self.config.model.path)
+        self._version = run.start.version
+
+    def _look(self) -> None:
+        """Raises RunFailed or ConfigError if the run has ended."""
+        if not self._run.is_running:
+            self._run.wait()
+            raise RunFailed(f"the run in {self.folder} has ended")
+
+    def _kill(self) -> None:
+        self._closed = True
+        self._run.kill()
+        if Policy._open is self:
+            Policy._open = None
+
+    def _client(self) -> ControllerClient:
+        name, patience = f"program-{threading.get_native_id()}", self.config.machine.peer_timeout_s
+        return ControllerClient(self._endpoint, self._keys, name, patience, self._look)
+
+    def _ask(self, *messages: ProgramRequest) -> list[ProgramReply]:
+        """Has all of this done at once, and returns when it is."""
+        if self._closed:
+            raise ConfigError(f"the policy of {self.folder} is closed")
+        try:
+            with self._client() as client:
+                tickets = [client.request(message).number for message in messages]
+                replies = [_wait(client, ticket) for ticket in tickets]
+        except ControllerError as e:
+            self._look()
+            raise RunFailed(str(e)) from None
+        for reply in replies:
+            self._version = max(self._version, reply.version)
+            if reply.wrong:
+                raise ConfigError(reply.wrong)
+            if reply.failed:
+                raise RunFailed(reply.failed)
+        return replies
+
+    def _compute(
+        self, samples: Sequence[Response], loss: str, settings: Mapping[str, float | str], learns: bool
+    ) -> Gradient:
+        loss = loss or self.config.ppo.algorithm
+        if loss not in LOSSES:
+            raise ConfigError(f"loss: must be one of {', '.join(LOSSES)}, is {loss!r}")
+        if unknown := sorted(settings.keys() - set(_SETTINGS)):
+            raise ConfigError(f"{unknown[0]}: is no setting of a loss; these are {', '.join(_SETTINGS)}")
+        if len(samples) < self.config.trainer.dp:
+            raise ConfigError(f"{len(samples)} samples cannot be split over trainer.dp={self.config.trainer.dp}")
+        changes = dict(settings)
+        if loss != "sft" and loss != self.config.ppo.algorithm:
+            published = PUBLISHED[loss]
+            changes = {"clip_low": published.clip_low, "clip_high": published.clip_high} | changes
+            changes["algorithm"] = loss
+        made = [self._trajectory(place, sample, loss) for place, sample in enumerate(samples)]
+        masks = [trajectory.loss_mask == 1 for trajectory in made]
+        given = [sample.weight is not None for sample in samples]
+        if any(given) and not all(given):
+            raise ConfigError(f"sample {given.index(False)} has no weight, and others have one")
+        columns = {
+            name: [
+                _of_tokens(getattr(sample, name), len(mask), f"sample {place}: {name}")[mask]
+                for place, (sample, mask) in enumerate(zip(samples, masks, strict=True))
+            ]
+            for name in ("advantage", *(("weight",) if all(given) else ()))
+        }
+        message = GiveSamples(
+            samples=made,
+            loss=loss,
+            advantages=columns["advantage"],
+            weights=columns.get("weight", []),
+            settings=changes,
+            learns=learns,
+        )
+        [reply] = self._ask(message)
+        bounds = np.cumsum([own.size for own in columns["advantage"]])[:-1]
+        return Gradient(reply.metrics["loss"], reply.metrics, np.split(reply.logprobs, bounds))
+
+    def _trajectory(self, place: int, sample: Response, loss: str) -> Trajectory:
+        """Raises ConfigError for lengths that differ, and for what the model has no room for."""
+        prompt, tokens = (np.asarray(own, np.int32) for own in (sample.prompt, sample.tokens))
+        length, where = len(tokens), f"sample {place}"
+        if not len(prompt) or not length:
+            raise ConfigError(f"{where}: has {len(prompt)} tokens of a prompt and {length} after it; needs one of each")
+        if (whole := len(prompt) + length) > self.config.longest_sequence:
+            raise ConfigError(
+                f"{where}: has {whole} tokens, and data.max_prompt_tokens + rollout.max_new_tokens is "
+                f"{self.config.longest_sequence}"
+            )
+        if not len(sample.logprobs) and loss != "sft":
+            raise ConfigError(f"{where}: has no logprobs, which {loss} compares with; loss='sft' needs none")
+        logprobs = _of_tokens(sample.logprobs if len(sample.logprobs) else 0.0, length, f"{where}: logprobs")
+        versions = sample.versions if len(sample.versions) else self._version
+        versions = _of_tokens(versions, length, f"{where}: versions", np.int32)
+        mask = _of_tokens(True if sample.mask is None else sample.mask, length, f"{where}: mask", np.bool_)
+        return Trajectory(
+            uid=place,
+            epoch=0,
+            prompt_id=checksum(prompt),
+            admission_version=int(versions[0]),
+            prompt=prompt,
+            response=tokens,
+            logprobs=logprobs,
+            versions=versions,
+            loss_mask=mask.astype(np.uint8),
+            reward=0.0,
+            truncated=sample.finish_reason == "length",
+            routes=sample.routes,
+        )
+
+    def _tokens(self, prompt: Prompt, place: int) -> list[int]:
+        if isinstance(prompt, str) or (len(prompt) and isinstance(prompt[0], Mapping)):
+            [tokens] = self.tokenizer.prompts([prompt])
+            return tokens
+        tokens = [int(token) for token in prompt]
+        if not tokens:
+            raise ConfigError(f"prompt {place} has no tokens")
+        return tokens
+
+    def _response(self, prompt: list[int], answer: SampledAnswer) -> Response:
+        tokens = answer.tokens.tolist()
+        return Response(
+            prompt=prompt,
+            tokens=tokens,
+            logprobs=answer.logprobs,
+            versions=answer.versions,
+            text=self.tokenizer.decode(tokens),
+            finish_reason=answer.finish_reason,
+            routes=answer.routes,
+        )
+
+
+def _wait(client: ControllerClient, ticket: int) -> ProgramReply:
+    while isinstance(reply := client.request(Await(ticket)), NotYet):
+        pass
+    return reply
+
+
+def _of_tokens(value: Any, length: int, where: str, dtype: type = np.float32) -> np.ndarray:
+    """Returns a value for each token, [length]. Raises ConfigError for another number of them, or no number."""
+    try:
+        found = np.asarray(value, dtype)
+    except (TypeError, ValueError):
+        raise ConfigError(f"{where}: must be a number, or one for each token") from None
+    if found.ndim == 0:
+        found = np.full(length, found)
+    if found.shape != (length,):
+        raise ConfigError(f"{where}: has the shape {list(found.shape)}, and there are {length} tokens")
+    if not np.isfinite(found).all():
+        raise ConfigError(f"{where}: must be finite")
+    return found

@@ -1,0 +1,90 @@
+"""Checks of what a program asks trainer ranks for (mode=driven), against the formulas in float64."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from areal_megatron.config import PPOConfig
+from areal_megatron.controller.driven import loss_parts
+from areal_megatron.protocol import GiveSamples
+from areal_megatron.trainer.trainer import Trainer
+from tests.support import training_oracle as oracle
+from tests.support.comparison import assert_gradient, assert_parameters
+from tests.support.plain_results import gradients, make_trajectories
+from tests.support.ranks.trainer_checks import make_config, open_trainer
+from tests.support.tiny_models import load_oracle
+
+CLIP = {"objective": "naive", "clip_low": 0.2, "clip_high": 0.3}
+LR = 2e-3
+
+
+def asked(loss: str, seed: int, weighted: bool, exact: torch.nn.Module, settings: dict) -> GiveSamples:
+    """Random samples; for the clipped loss, about half of whose ratios are beyond the clip."""
+    samples, random = make_trajectories(7, version=0, seed=seed), np.random.default_rng(seed)
+    for sample in samples:
+        own = oracle.response_logprobs(exact, sample, 0.7).detach().numpy()
+        sample.logprobs = (own + random.normal(0, 0.3, len(own))).astype(np.float32)
+    counts = [int(sample.loss_mask.sum()) for sample in samples]
+    advantages, weights = ([random.normal(0, 1, n).astype(np.float32) for n in counts] for _ in range(2))
+    given = weights if weighted else []
+    return GiveSamples(samples=samples, loss=loss, advantages=advantages, weights=given, settings=settings)
+
+
+def plain(exact: torch.nn.Module, message: GiveSamples) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the loss, and the log-probabilities of the trained tokens."""
+    losses, found = [], []
+    tuned = message.loss == "sft"
+    for place, sample in enumerate(message.samples):
+        trained = sample.loss_mask == 1
+        now = oracle.response_logprobs(exact, sample, 1.0 if tuned else 0.7)[trained]
+        found.append(now)
+        ratio = (now - torch.from_numpy(sample.logprobs[trained]).double()).exp()
+        gain = torch.from_numpy(message.advantages[place]).double()
+        clipped = ratio.clamp(1 - CLIP["clip_low"], 1 + CLIP["clip_high"])
+        losses.append(-now if tuned else -torch.minimum(ratio * gain, clipped * gain))
+    weights = [torch.from_numpy(own).double() for own in message.weights]
+    if not weights:  # the mean over tokens, or over answers of the mean over the tokens of each
+        episodes = sum(len(own) > 0 for own in losses)
+        tokens = sum(map(len, losses))
+        weights = [torch.full_like(own, 1 / tokens if tuned else 1 / episodes / max(len(own), 1)) for own in losses]
+    return sum((w * own).sum() for w, own in zip(weights, losses, strict=True)), torch.cat(found)
+
+
+def check_loop(folder: Path, rank: int, cases: dict[str, list]) -> None:
+    """Gradients of several calls add up, losses and log-probabilities are those of the formulas, and a step is
+    AdamW's; what is only looked at changes nothing. cases: run folder → model, layout."""
+    for run, (model, layout) in cases.items():
+        config = make_config(folder, model, layout, ppo=PPOConfig(algorithm="grpo"))
+        with open_trainer(folder, rank, config, run) as subject:
+            exact = load_oracle(folder / model).double()
+            calls = [("grpo", False, CLIP), ("sft", True, {}), ("grpo", True, CLIP), ("sft", False, {})]
+            more = False
+            for number, (loss, weighted, settings) in enumerate(calls):
+                message = asked(loss, number, weighted, exact, settings)
+                expected, logprobs = plain(exact, message)
+                for learns in (False, True):
+                    metrics, found = compute(subject, message, learns, more)
+                    assert metrics["loss"] == pytest.approx(float(expected), rel=1e-4, abs=1e-5)
+                    np.testing.assert_allclose(found, logprobs.detach().float().numpy(), atol=2e-5, rtol=0)
+                expected.backward()
+                more = True
+            assert_gradient(subject, gradients(exact))
+            decayed = [p for p in exact.parameters() if p.ndim > 1]
+            others = [p for p in exact.parameters() if p.ndim < 2]
+            torch.nn.utils.clip_grad_norm_(exact.parameters(), config.optimizer.clip_grad)
+            groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+            o = config.optimizer
+            torch.optim.AdamW(groups, lr=LR, betas=(o.beta1, o.beta2), eps=o.eps).step()
+            called = []
+            applied, metrics = subject.ppo.step(LR, lambda: called.append(1))  # noqa: B023
+            assert applied and called == [1] and metrics["lr"] == LR
+            assert_parameters(subject, {n: v.float() for n, v in exact.state_dict().items()}, atol=3e-5)
+
+
+def compute(subject: Trainer, message: GiveSamples, learns: bool, more: bool) -> tuple[dict[str, float], np.ndarray]:
+    parts = loss_parts(message, subject.config, 0, seed=5)
+    return subject.ppo_with(message.settings).gradient(parts[subject.parallel.replica], learns, more)
