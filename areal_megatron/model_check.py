@@ -277,8 +277,6 @@ def _check_linear_attention(config: Config, path: str, trains: bool) -> None:
             f"model.path: {path} has gated delta nets, which vLLM computes in bfloat16 alone on CPU, not in "
             f"{config.model.dtype}: `areal convert to-hf {path} NEW_FOLDER --dtype bfloat16` makes another"
         )
-    if trains and config.lora.rank:
-        raise ConfigError(f"lora.rank: {config.lora.rank}, but the gated delta nets of {path} take no adapters")
 
 
 def _check_latents(config: Config, hf: dict[str, Any], d: Dimensions) -> None:

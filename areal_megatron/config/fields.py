@@ -61,7 +61,8 @@ class LoraConfig:
     """What an adapter gives is multiplied by alpha/rank, by PEFT's definition."""
     targets: str = key("all-linear", needs="rank")
     """The linear layers that get an adapter, by the names that PEFT and Hugging Face have for them: `q_proj,v_proj`.
-    `all-linear`: those of attention and MLP, of a model with experts those of attention (docs/adapters.md)."""
+    `all-linear`: all but the output layer and, of a model with experts, those that a router chooses (docs/adapters.md).
+    """
     use_rslora: bool = key(False, needs="rank")
     """Multiply by alpha/√rank instead (rsLoRA)."""
     start: str = key("", needs="rank")

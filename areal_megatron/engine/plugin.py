@@ -28,6 +28,7 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine(name, "areal_megatron.reshard.receive", receiver)
     if VARIABLE in os.environ:
         _keep_adapters()
+    _cut_projections_of_nets_once()
     _leave_images_out()
     if current_platform.is_cpu():
         _read_texts_without_torchvision()
@@ -57,6 +58,23 @@ def _keep_adapters() -> None:
 
     load_file = patch(WorkerLoRAManager, "_load_adapter", load)
     patch(LoRAModelRunnerMixin, "reset_lora_state", lambda self: None)
+
+
+def _cut_projections_of_nets_once() -> None:
+    """Gives a tensor-parallel rank the rows of B that its part of a projection into a gated delta net has.
+
+    Such a projection of Qwen3-Next is one tensor, and the ranks divide its rows in their order. vLLM (0.32) divides the
+    rows of B as if it were two tensors, one below the other.
+    """
+    from torch import Tensor
+    from vllm.lora.layers.column_parallel_linear import ColumnParallelLinearWithLoRA
+
+    def own_rows(self: ColumnParallelLinearWithLoRA, lora_b: Tensor) -> Tensor:
+        if self.is_merged_col_linear and len(self.base_layer.output_sizes) == 1:
+            return lora_b[self.tp_rank * self.output_size : (self.tp_rank + 1) * self.output_size]
+        return cut(self, lora_b)
+
+    cut = patch(ColumnParallelLinearWithLoRA, "slice_lora_b", own_rows)
 
 
 def _leave_images_out() -> None:

@@ -22,6 +22,8 @@ MEGATRON = ".adapter."
 VARIABLE = "AREAL_ADAPTER"
 """The environment variable from which an engine's processes know the adapter that they get: Adapter.told, as JSON."""
 _WEIGHT = ".weight"
+_LINEAR = (".linear_", ".in_proj.", ".out_proj.")
+"""What is in Megatron's names of linear layers, but of the output layer."""
 LARGEST = 512
 """The largest rank of an adapter that engines take."""
 _NOT_SERVED = "kv_b_proj"
@@ -107,13 +109,10 @@ def unserved(adapter: Adapter, model: Architecture) -> str:
 
 
 def linear_rows(model: Architecture) -> list[Row]:
-    """Returns the rows of the linear layers that may have adapters, in the order of the model.
-
-    In a model with experts these are attention's alone: by the names of an MLP's layers PEFT means the experts', also
-    where a model has a dense MLP too.
-    """
-    rows = [row for row in model.layer if ".linear_" in row.megatron and row.megatron.endswith(_WEIGHT)]
-    return [row for row in rows if row.of_attention] if model.dimensions.experts else rows
+    """Returns the rows of the linear layers that may have adapters, in the order of the model: all layers but the
+    output layer and the experts of routers."""
+    rows = [row for row in model.layer if row.megatron.endswith(_WEIGHT) and not row.of_experts]
+    return [row for row in rows if any(kind in row.megatron for kind in _LINEAR)]
 
 
 def adapted(model: Architecture, adapter: Adapter | None) -> Architecture:

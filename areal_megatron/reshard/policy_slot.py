@@ -30,29 +30,32 @@ class PolicySlot:
         self._manager, self._adapter = manager, adapter
         self.tensors: dict[str, Tensor] = {}
         self._parts: list[tuple[Tensor, Tensor, float]] = []
-        """A factor of one target, the stack that has it in its slots, and what it is multiplied by there."""
-        a, b = FACTORS
+        """Rows of a factor of one target, a stack that has them in its slots, and what they are multiplied by there."""
+        down, up = FACTORS
         for layer, module in manager.modules.items():
-            for factor, stacks, scale in ((a, module.lora_a_stacked, 1.0), (b, module.lora_b_stacked, adapter.scale)):
-                own = [stacks[number] for number in self._targets(layer)]
-                if not own:  # a layer that another adapter of the engine has
-                    continue
-                shapes = [self._shape(factor, stack) for stack in own]
-                rows = [shape[0] for shape in shapes]
-                received = torch.zeros(sum(rows), shapes[0][1], dtype=own[0].dtype, device=own[0].device)
-                self.tensors[f"{layer}.{factor}"] = received
-                self._parts += [(part, stack, scale) for part, stack in zip(received.split(rows), own, strict=True)]
+            own = list(self._targets(layer, len(module.lora_b_stacked)))
+            if not own:  # another adapter of the engine has the layer
+                continue
+            first = module.lora_a_stacked[0]
+            rows = [[module.lora_b_stacked[number].size(2) for number in of_target] for of_target in own]
+            held = {"dtype": first.dtype, "device": first.device}
+            a = torch.zeros(len(own) * adapter.rank, first.size(3), **held)
+            b = torch.zeros(sum(map(sum, rows)), adapter.rank, **held)
+            self.tensors |= {f"{layer}.{down}": a, f"{layer}.{up}": b}
+            for of_target, part in zip(own, a.split(adapter.rank), strict=True):
+                self._parts += [(part, module.lora_a_stacked[number], 1.0) for number in of_target]
+            stacks = [module.lora_b_stacked[number] for of_target in own for number in of_target]
+            parts = b.split([count for of_target in rows for count in of_target])
+            self._parts += [(part, stack, adapter.scale) for part, stack in zip(parts, stacks, strict=True)]
 
-    def _targets(self, layer: str) -> Iterator[int]:
-        """Yields which of the layers of a checkpoint that are fused in a layer of vLLM have adapters."""
-        for number, fused in enumerate(self._manager.packed_modules.get(layer, [layer])):
-            if fused.rpartition(".")[2] in self._adapter.targets:
-                yield number
-
-    def _shape(self, factor: str, stack: Tensor) -> tuple[int, int]:
-        """The shape of a factor whose stack is [slots, 1, largest rank, in] or [slots, 1, out, largest rank]."""
-        rank = self._adapter.rank
-        return (rank, stack.size(3)) if factor == FACTORS[0] else (stack.size(2), rank)
+    def _targets(self, layer: str, stacks: int) -> Iterator[range]:
+        """Yields which of a layer's stacks each target has. A layer of vLLM has one for each layer of a checkpoint that
+        is fused in it; further ones are the first's (queries, keys and values of a gated delta net)."""
+        fused = self._manager.packed_modules.get(layer, [layer])
+        more = stacks - len(fused)
+        for number, own in enumerate(fused):
+            if own.rpartition(".")[2] in self._adapter.targets:
+                yield range(number + more * (number > 0), number + more + 1)
 
     @torch.no_grad()
     def write(self) -> None:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import math
 import zlib
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -102,26 +103,29 @@ def add_adapters(chunk: GPTModel, model: Architecture, adapter: Adapter, base: L
     model."""
     chunk.requires_grad_(False)
     targeted = adapter.modules(model)
-    rows = {row.megatron.removesuffix(".weight"): row for row in linear_rows(model)}
+    rows: dict[str, list[Row]] = defaultdict(list)
+    for row in linear_rows(model):
+        rows[row.megatron.removesuffix(".weight")].append(row)
     for name, linear in list(chunk.named_modules()):
-        row = rows.get(name.removeprefix("decoder.layers.").partition(".")[2])
-        own = [tensor for tensor in row.tensors if module_of(tensor) in targeted] if row else []
+        fused = rows.get(name.removeprefix("decoder.layers.").partition(".")[2], [])
+        own = [module for row in fused for module in map(module_of, row.tensors) if module in targeted]
         if own:
-            runs = [(own.index(tensor) if tensor in own else None, count) for tensor, count in _stack(row, base)]
-            linear.adapter = LowRank(chunk.config, linear.weight, adapter, row.cut, len(own), runs)
+            stack = _stack(fused[0].megatron, base)
+            runs = [(own.index(module) if module in own else None, count) for module, count in stack]
+            linear.adapter = LowRank(chunk.config, linear.weight, adapter, fused[0].cut, len(own), runs)
             linear.register_forward_hook(_add)
     if chunk.pre_process:
         # Where layers are recomputed, what they begin with must need a gradient: else nothing within them gets one.
         chunk.embedding.register_forward_hook(lambda _module, _inputs, output: output.requires_grad_())
 
 
-def _stack(row: Row, base: Layout) -> list[tuple[str, int]]:
-    """The tensors of a row that a rank's parameter holds, in the order of its rows, and how many of them."""
-    pieces = [piece for piece in base.pieces if piece.parameter.endswith(f".{row.megatron}")]
+def _stack(weight: str, base: Layout) -> list[tuple[str, int]]:
+    """The layers of a checkpoint whose rows a rank's weight holds, by module_of, in the order of the rows, and how many
+    rows."""
+    pieces = [piece for piece in base.pieces if piece.parameter.endswith(f".{weight}")]
     axis = numbers(pieces[0].parameter)
     first = sorted((p for p in pieces if p.parameter == pieces[0].parameter), key=lambda p: p.local.start[axis])
-    named = {module_of(tensor): tensor for tensor in row.tensors}
-    return [(named[module_of(piece.tensor)], piece.local.shape[axis]) for piece in first]
+    return [(module_of(piece.tensor), piece.local.shape[axis]) for piece in first]
 
 
 def _add(linear: torch.nn.Module, inputs: tuple[Tensor, ...], output: tuple[Tensor, Any]) -> tuple[Tensor, Any] | None:

@@ -1,4 +1,4 @@
-"""Adapters on attention of models with experts, and on latent attention, in a real vLLM server."""
+"""Adapters in models with experts, on attention, a dense MLP and shared experts, in a real vLLM server."""
 
 import asyncio
 
@@ -37,7 +37,7 @@ from tests.support.version_oracle import recomputed
 
 TARGETS = {
     "qwen3-moe": "q_proj,k_proj,v_proj,o_proj",
-    "deepseek-v3-moe": "q_a_proj,q_b_proj,kv_a_proj_with_mqa,o_proj",
+    "deepseek-v3-moe": "q_a_proj,q_b_proj,kv_a_proj_with_mqa,o_proj,gate_proj,up_proj,down_proj",
 }
 PROMPT = [5, 6, 7, 8, 9] * 8
 PATIENCE_S = 120

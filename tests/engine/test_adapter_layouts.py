@@ -20,9 +20,12 @@ ADAPTERS = {
     "qwen3-tied": Adapter(1, 3.0, ("v_proj", "down_proj")),
     "qwen3": Adapter(16, 32.0, ("q_proj", "up_proj")),
     "qwen3-moe": Adapter(8, 16.0, ATTENTION),
-    "glm4-moe": Adapter(8, 16.0, ATTENTION),
+    "glm4-moe": Adapter(8, 16.0, (*ATTENTION, *MLP)),
     "deepseek-v3-moe": Adapter(8, 16.0, LATENT),
-    "moonlight-moe": Adapter(8, 16.0, ("q_proj", *LATENT[2:])),
+    "moonlight-moe": Adapter(8, 16.0, ("q_proj", *LATENT[2:], *MLP)),
+    "qwen3-next-moe": Adapter(8, 16.0, ("in_proj_qkvz", "in_proj_ba", "out_proj", *ATTENTION, *MLP)),
+    "qwen3.5": Adapter(5, 12.0, ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj", *ATTENTION, *MLP)),
+    "qwen3.5-moe": Adapter(8, 16.0, ("in_proj_z", "in_proj_a", "down_proj")),
 }
 CASES = [*((name, tp, False, "float32") for tp in (1, 2) for name in ADAPTERS), ("two-kv-heads", 4, False, "bfloat16")]
 RANKS = 4

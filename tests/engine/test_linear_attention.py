@@ -1,5 +1,6 @@
 """Engines of a model whose layers are gated delta nets and attention in turn, against transformers."""
 
+import asyncio
 import json
 import os
 import re
@@ -11,14 +12,19 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from areal_megatron.checkpoint import peft
 from areal_megatron.checkpoint.convert import to_hf
 from areal_megatron.config.config_file import load, save
+from areal_megatron.engine.adapters import Named, told
+from areal_megatron.engine.environment import ADAPTERS
 from areal_megatron.engine.kv_cache import block_tokens, cpu_bytes
-from areal_megatron.models.architecture import read_config
+from areal_megatron.models.architecture import architecture, read_config
 from tests.conftest import ROOT
+from tests.support.adapter_oracle import adapt, random_adapter, write_adapter
 from tests.support.engines import ask, make_run, started_engine
-from tests.support.tiny_models import save_model
+from tests.support.tiny_models import load_oracle, save_model
 
+ALL = ["all-linear"]
 PROMPT, LIMIT = [3 + 7 * n % 20 for n in range(70)], 40
 
 
@@ -49,9 +55,10 @@ def run(world, half, tmp_path_factory):
         yield run
 
 
-def expected(folder, dtype, tokens):
-    """Returns transformers' log-probabilities of all tokens but the first."""
+def expected(folder, dtype, tokens, factors=None):
+    """Returns transformers' log-probabilities of all tokens but the first, perhaps with an adapter of scale 2."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+    adapt(model, factors or {}, 2.0)
     with torch.no_grad():
         logits = model(torch.tensor([tokens])).logits[0, :-1].float()
     return torch.log_softmax(logits, -1).gather(-1, torch.tensor(tokens[1:])[:, None])[:, 0]
@@ -74,6 +81,36 @@ def test_log_probabilities_are_those_of_transformers_but_for_rounding(run, half)
     assert len(sampled) == LIMIT and rounding < 0.02
     assert (torch.from_numpy(scored.copy()) - exact[:-1]).abs().mean() < 3 * rounding
     assert (torch.tensor(sampled) - exact[own]).abs().mean() < 3 * rounding
+
+
+@pytest.mark.soak
+def test_adapters_are_applied_to_every_linear_layer(world, half, tmp_path):
+    """The same, in one batch with a request without an adapter."""
+    folder = write_adapter(tmp_path / "adapter", half, 8, 16.0, dtype=torch.bfloat16)
+    adapter = peft.for_engines(folder, architecture(read_config(half)))
+    assert {"in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj", "down_proj"} < {*adapter.targets}
+    run, config = make_run(tmp_path / "run", world, rollout={"max_new_tokens": LIMIT, "max_running": 8})
+    config.model.path, config.model.dtype, config.data.max_prompt_tokens = str(half), "bfloat16", len(PROMPT)
+    save(config, run.config)
+
+    async def answered(client):
+        options = {"n": 1, "max_tokens": LIMIT, "temperature": 1.0, "stop_tokens": []}
+        names = ("", "adapter")
+        asked = (client.generate(PROMPT, adapter=name, request_id=f"for-{name}", **options) for name in names)
+        return [(answer.tokens.tolist(), answer.logprobs) for (answer,) in await asyncio.gather(*asked)]
+
+    with started_engine(run, **{ADAPTERS: told([Named("adapter", str(folder), adapter)])}):
+        answers = ask(run, answered)
+    factors = {name: each.bfloat16() for name, each in random_adapter(load_oracle(half).state_dict(), ALL, 8).items()}
+    own = slice(len(PROMPT) - 1, None)
+    for (sampled, logprobs), held in zip(answers, ({}, factors), strict=True):
+        tokens = [*PROMPT, *sampled]
+        exact, rounded, other = (
+            expected(half, dtype, tokens, {name: each.to(dtype) for name, each in of.items()})[own]
+            for dtype, of in ((torch.float32, held), (torch.bfloat16, held), (torch.float32, {} if held else factors))
+        )
+        apart, rounding = (torch.tensor(logprobs) - exact).abs().mean(), (rounded - exact).abs().mean()
+        assert apart < 3 * rounding and (other - exact).abs().mean() > 10 * rounding
 
 
 def test_the_cache_has_the_blocks_that_were_planned(run, half):

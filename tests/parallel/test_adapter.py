@@ -18,9 +18,16 @@ from tests.support.soaking import with_soaked
 from tests.support.tiny_models import load_oracle, save_model
 
 FAMILIES = ("qwen2", "qwen3", "llama", "qwen3_moe", "glm4_moe", "deepseek_v3", "moonlight")
+NETS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 CLASSIC = {"targets": "q_proj,v_proj"}
 CASES = {
     "tp1": [(family, {}, {}) for family in FAMILIES] + [("qwen3", {"recompute": "full"}, CLASSIC)],
+    "nets": [(family, {}, {}) for family in NETS],
+    "nets-2-ranks": [
+        ("qwen3_next", {"tp": 2, "etp": 1}, {}),
+        ("qwen3_5", {"cp": 2, "recompute": "mlp"}, {"targets": "in_proj_qkv,in_proj_a,out_proj,k_proj"}),
+        ("qwen3_5_moe", {"pp": 2, "recompute": "full"}, {"targets": "in_proj_z,down_proj"}),
+    ],
     "2-ranks": [
         ("qwen2", {"tp": 2, "recompute": "full"}, {}),
         ("qwen2", {"pp": 2}, {}),
@@ -43,7 +50,7 @@ CASES = {
 @pytest.fixture(scope="session")
 def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
-    return {name: save_model(name, folder / name) for name in FAMILIES}
+    return {name: save_model(name, folder / name) for name in (*FAMILIES, *NETS)}
 
 
 @pytest.fixture

@@ -24,13 +24,12 @@ PREFIX = "base_model.model."
 
 
 def linear_layers(tensors: Mapping[str, Tensor], targets: Sequence[str]) -> dict[str, Tensor]:
-    """Returns the weights of the layers of a model with an adapter, by the layers' names: all but the output layer for
-    `all-linear`, in a model with experts those of attention alone."""
-    inner = () if any(".experts." in name for name in tensors) else ("mlp",)
+    """Returns the weights of the layers of a model with an adapter, by the layers' names: for `all-linear` all but the
+    output layer, routers and the experts that these choose."""
     found = {}
     for name, weight in tensors.items():
-        *_, block, layer, _ = ("", "", *name.split("."))
-        chosen = block in ("self_attn", *inner) if tuple(targets) == ("all-linear",) else layer in targets
+        layer = ("", "", *name.split("."))[-2]
+        chosen = "_proj" in layer if tuple(targets) == ("all-linear",) else layer in targets
         if chosen and weight.ndim == 2 and ".experts." not in name:
             found[name.removesuffix(".weight")] = weight
     return found

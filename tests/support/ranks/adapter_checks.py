@@ -33,7 +33,7 @@ from areal_megatron.trainer.objective import trained_logprobs
 from areal_megatron.trainer.trainer import Trainer
 from tests.support import training_oracle as oracle
 from tests.support.adapter_oracle import adapted_oracle, factors_among, value
-from tests.support.comparison import whole_gradients
+from tests.support.comparison import rounding, whole_gradients
 from tests.support.plain_results import TOKENS, make_trajectories, minibatch, update_data
 from tests.support.ranks.checkpoint_checks import update
 from tests.support.ranks.prompt_checks import with_prompts
@@ -149,7 +149,8 @@ def check_logprobs(subject: Trainer, expected: torch.Tensor) -> None:
 
 
 def check_gradient(subject: Trainer, expected: dict[str, torch.Tensor], cap: int, shares: bool) -> None:
-    """Each part is within 3e-6 of the norm of the whole gradient, which is also the norm for clipping."""
+    """Each part is within 3e-6 of the norm of the whole gradient, or somewhat more of gated delta nets (`rounding`);
+    it is also the norm for clipping."""
     MiniBatch(subject, *content(), shares_prompts=shares).forward_backward(cap)
     compare_gradients(subject, expected)
 
@@ -159,7 +160,8 @@ def compare_gradients(subject: Trainer, expected: dict[str, torch.Tensor]) -> No
     assert norm > 0.1
     assert (error := abs(subject.policy.optimizer.gradient_norm() / norm - 1)) < 1e-5, f"the norm is off by {error:.1e}"
     for name, ours, theirs in pieces(subject, whole_gradients(subject.policy), expected):
-        assert (error := float((ours - theirs).norm() / norm)) < 3e-6, f"{name} is off by {error:.1e} of the norm"
+        error, most = float((ours - theirs).norm() / norm), 3e-6 * rounding(subject)
+        assert error < most, f"{name} is off by {error:.1e} of the norm"
 
 
 def check_update(subject: Trainer, expected: dict[str, torch.Tensor]) -> None:

@@ -14,7 +14,6 @@ from areal_megatron.reshard.trainer_layout import MegatronSizes, layouts
 from tests.support.tiny_models import MODELS, SIZES
 
 RANK = 3
-ADAPTED = [name for name in MODELS if name not in ("qwen3_next", "qwen3_5", "qwen3_5_moe")]
 CLASSIC = ("q_proj", "v_proj")
 
 
@@ -30,10 +29,7 @@ def linear_layers(name) -> dict[str, torch.nn.Linear]:
     with torch.device("meta"):
         model = make_model(config)
     layers = {path: each for path, each in model.named_modules() if isinstance(each, torch.nn.Linear)}
-    attention_alone = "num_experts_per_tok" in MODELS[name][2]
-    return {
-        path: each for path, each in layers.items() if path != "lm_head" and not (attention_alone and "mlp" in path)
-    }
+    return {path: each for path, each in layers.items() if path != "lm_head" and not path.endswith("expert_gate")}
 
 
 def factors(name, *targets) -> dict[str, tuple[int, ...]]:
@@ -41,7 +37,7 @@ def factors(name, *targets) -> dict[str, tuple[int, ...]]:
     return expand(adapted(model, Adapter(RANK, 16.0, targets or ("all-linear",))).canonical)
 
 
-@pytest.mark.parametrize("name", ADAPTED)
+@pytest.mark.parametrize("name", MODELS)
 def test_every_linear_layer_but_the_last_has_two_factors(name):
     expected = {}
     for path, layer in linear_layers(name).items():
@@ -84,7 +80,13 @@ def test_the_scale_is_peft_s():
 
 @pytest.mark.parametrize("sizes", [{}, {"tp": 2}, {"tp": 4}, {"tp": 2, "pp": 2, "vpp": 2}, {"dp": 2, "cp": 2}], ids=str)
 @pytest.mark.parametrize(
-    ("name", "targets"), [("qwen3", ("all-linear",)), ("llama", CLASSIC), ("deepseek_v3", ("all-linear",))]
+    ("name", "targets"),
+    [
+        ("qwen3", ("all-linear",)),
+        ("llama", CLASSIC),
+        ("deepseek_v3", ("all-linear",)),
+        ("qwen3_5", ("all-linear",)),
+    ],
 )
 def test_trainer_ranks_hold_every_element_of_the_factors(name, targets, sizes):
     adapter, config = Adapter(RANK, 16.0, targets), described(name)[0].to_dict()

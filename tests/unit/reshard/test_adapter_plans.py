@@ -93,7 +93,7 @@ def test_a_link_of_whole_weights_has_no_adapter():
 def test_layers_whose_adapters_engines_apply_wrongly_are_refused():
     for targets in ("all-linear", "kv_b_proj,o_proj"):
         config = run_of("DeepSeek-V3", targets=targets)
-        everything = "q_a_proj,q_b_proj,kv_a_proj_with_mqa,o_proj"
+        everything = "q_a_proj,q_b_proj,kv_a_proj_with_mqa,o_proj,gate_proj,up_proj,down_proj"
         others = "o_proj" if "," in targets else everything
         problem = f"lora.targets: engines apply an adapter of kv_b_proj wrongly; write {others}, or have merged weights"
         with pytest.raises(ConfigError, match=f"^{problem}"):
