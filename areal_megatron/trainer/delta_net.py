@@ -41,7 +41,12 @@ class DeltaNet(GatedDeltaNet):
         packed_seq_params: Packed | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
-        """[s, b, hidden] → the same, of b sequences; with `Packed`, b is 1, and s are the tokens of a row."""
+        """[s, b, hidden] → the same, of b sequences; with `Packed`, b is 1, and s are the tokens of a row.
+
+        Raises ValueError for a mask: states would take in the padding that it hides from attention.
+        """
+        if attention_mask is not None:
+            raise ValueError("gated delta nets take packed rows, or sequences of one length, without a mask of padding")
         mixed, _ = self.in_proj(hidden_states)
         length, rows = mixed.shape[:2]
         packed = packed_seq_params or Packed(view=whole_sequences((length,) * rows), device=mixed.device)

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from areal_megatron.packing.row import TokenRow, View, divide
 from areal_megatron.trainer.attention import Packed
 from areal_megatron.trainer.convolution import convolved
+from areal_megatron.trainer.delta_net import DeltaNet
 from areal_megatron.trainer.delta_rule import Chunks, Stage, delta_rule, delta_rule_by_fla
 from tests.support.delta_oracle import gated_delta_rule
 
@@ -89,6 +90,12 @@ def test_the_kernels_of_fla_compute_the_same(name, device="cuda", dtype=torch.bf
     wanted.backward(gradient)
     for ours, theirs in ((found, wanted), *((x.grad, y.grad) for x, y in zip(fused, plain, strict=True))):
         assert (ours.float() - theirs.float()).norm() <= rounding * theirs.float().norm()
+
+
+def test_padded_rows_are_refused():
+    padded, mask = torch.zeros(4, 2, 8), torch.ones(2, 1, 4, 4, dtype=torch.bool)
+    with pytest.raises(ValueError, match=r"^gated delta nets take packed rows, or sequences of one length, .*padding$"):
+        DeltaNet.forward(torch.nn.Module(), padded, mask)
 
 
 @pytest.mark.parametrize("name", ROWS)
