@@ -57,6 +57,7 @@ CASES = {
         ("qwen3_5", {"cp": 2, "pp": 2}),
         ("qwen3_5", {"tp": 2, "cp": 2}),
         ("qwen3_5_moe", {"tp": 2, "dp": 2, "ep": 2, "etp": 1}),
+        ("qwen3_5", {"tp": 4}),  # more ranks than KV heads
     ],
     "tp2-sp": [(model, {"tp": 2}) for model in (*DENSE, "qwen3_moe")],
     "pp2": [(model, {"pp": 2}) for model in (*DENSE, "qwen3_moe")],
