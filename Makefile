@@ -1,4 +1,5 @@
-# make demo: train a tiny model from scratch · make demo-llm: train a real chat model of 135M
+# make demo: train a tiny model from scratch · make demo-llm: train a real chat model of 135M;
+#   KEYS="lora.rank=16 optimizer.lr=2e-4" overrides keys of the run
 # make unit: the unit tests alone · make test: every test this machine can run · make soak: full counts
 # make docs: README.md and docs/ as pages in site/
 # What tools/setup_environment.sh finds by itself: the Python of .venv, cpu or gpu, and an index with the CPU build of torch.
@@ -18,10 +19,10 @@ setup: .venv/.installed
 	@touch $@
 
 demo: setup
-	$(PY) tools/demo.py
+	$(PY) tools/demo.py $(KEYS)
 
 demo-llm: setup
-	$(PY) tools/demo_llm.py
+	$(PY) tools/demo_llm.py $(KEYS)
 
 docs: .venv/.test-packages
 	$(PY) -m sphinx --quiet --fail-on-warning --keep-going -b html -c tools/docs_site . site

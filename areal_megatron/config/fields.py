@@ -63,6 +63,9 @@ class LoraConfig:
     """The linear layers that get an adapter, by the names that PEFT and Hugging Face have for them: `q_proj,v_proj`.
     `all-linear`: all but the output layer and, of a model with experts, those that a router chooses (docs/adapters.md).
     """
+    dropout: float = key(0.0, at_least=0, below=1, needs="rank")
+    """The share of what an adapter gets that is set to zero, at random, where gradients are computed
+    (docs/adapters.md)."""
     use_rslora: bool = key(False, needs="rank")
     """Multiply by alpha/√rank instead (rsLoRA)."""
     start: str = key("", needs="rank")

@@ -96,7 +96,6 @@ _NAMES = {
     "seed": "random_seed data_seed",
 }
 _NONE_HERE = {
-    "adapters have no dropout": "lora_dropout lora.dropout",
     "there are no quantized weights: parameters are trained in model.dtype": """load_in_4bit load_in_8bit quantization
         bnb fp8 quant qlora""",
     "trainers are Megatron's, not FSDP or DeepSpeed: divide the model with trainer.tp, trainer.pp and trainer.dp": """

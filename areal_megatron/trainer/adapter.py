@@ -22,7 +22,7 @@ import math
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -49,11 +49,23 @@ class LowRank(torch.nn.Module):
     """scale · B·A of the layers that one linear layer fuses; both factors are zero at first.
 
     weight: this rank's part of the linear layer's. cut: how that is cut. layers: how many layers have an adapter.
+    dropout: the share of x that is zero within `dropping`, where the rest is multiplied by 1 / (1 − dropout).
     """
 
-    def __init__(self, config: TransformerConfig, weight: Tensor, adapter: Adapter, cut: Cut, layers: int, runs: Runs):
+    dropping: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        weight: Tensor,
+        adapter: Adapter,
+        cut: Cut,
+        layers: int,
+        runs: Runs,
+        dropout: float = 0.0,
+    ):
         super().__init__()
-        self.enabled, self._scale = True, adapter.scale
+        self.enabled, self._scale, self._dropout = True, adapter.scale, dropout
         self._cut, self._sharded = cut, config.sequence_parallel
         rows = torch.cat([torch.full((count,), -1 if layer is None else layer) for layer, count in runs])
         own = rows >= 0
@@ -65,6 +77,8 @@ class LowRank(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: what the linear layer gets, [tokens of this rank, 1, in] → what is to be added to its output"""
+        if self._dropout and self.dropping:
+            x = F.dropout(x, self._dropout)
         inner = F.linear(x, self.lora_A) * self._scale
         if self._sharded and self._cut is Cut.COLUMNS:
             inner = reduce_scatter_to_sequence_parallel_region(inner)
@@ -98,7 +112,7 @@ class LowRank(torch.nn.Module):
                 factor.tensor_model_parallel, factor.partition_dim, factor.partition_stride = True, axis, 1
 
 
-def add_adapters(chunk: GPTModel, model: Architecture, adapter: Adapter, base: Layout) -> None:
+def add_adapters(chunk: GPTModel, model: Architecture, adapter: Adapter, base: Layout, dropout: float = 0.0) -> None:
     """Freezes a virtual stage of this rank and adds adapters to its linear layers. `base`: what the rank holds of the
     model."""
     chunk.requires_grad_(False)
@@ -112,7 +126,7 @@ def add_adapters(chunk: GPTModel, model: Architecture, adapter: Adapter, base: L
         if own:
             stack = _stack(fused[0].megatron, base)
             runs = [(own.index(module) if module in own else None, count) for module, count in stack]
-            linear.adapter = LowRank(chunk.config, linear.weight, adapter, fused[0].cut, len(own), runs)
+            linear.adapter = LowRank(chunk.config, linear.weight, adapter, fused[0].cut, len(own), runs, dropout)
             linear.register_forward_hook(_add)
     if chunk.pre_process:
         # Where layers are recomputed, what they begin with must need a gradient: else nothing within them gets one.
@@ -137,6 +151,17 @@ def _add(linear: torch.nn.Module, inputs: tuple[Tensor, ...], output: tuple[Tens
 def adapters_of(chunks: Sequence[torch.nn.Module]) -> list[LowRank]:
     """Returns the adapters of a model; looking through all its modules takes milliseconds."""
     return [module for chunk in chunks for module in chunk.modules() if isinstance(module, LowRank)]
+
+
+@contextlib.contextmanager
+def dropping() -> Iterator[None]:
+    """A context in which adapters have dropout, for what gradients are computed of. What is recomputed there drops the
+    same: megatron-core sets the random generator back for it."""
+    LowRank.dropping = True
+    try:
+        yield
+    finally:
+        LowRank.dropping = False
 
 
 @contextlib.contextmanager

@@ -181,7 +181,7 @@ def build_model(
             replay_routes(chunk)
         chunk.requires_grad_(not frozen)
         if base and (adapter := Adapter.of(config.lora)):
-            add_adapters(chunk, held, adapter, base)
+            add_adapters(chunk, held, adapter, base, config.lora.dropout)
         chunks.append(DistributedDataParallel(transformer, settings, chunk, disable_bucketing=stage > 0))
         if not overlap:
             _keep_to_itself(chunks[-1])

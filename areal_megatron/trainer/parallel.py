@@ -125,6 +125,13 @@ class Parallel:
         return buffer.numpy().tobytes()
 
 
+def seed_generators(seed: int) -> None:
+    """Sets this rank's random generators: torch's, and that of the layers under tensor parallelism, from the same seed
+    another one on each tensor-parallel rank."""
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed)
+
+
 def initialise(config: Config, run: RunFolder, rank: int) -> Parallel:
     """Joins this process to the trainer pool.
 
@@ -162,8 +169,7 @@ def initialise(config: Config, run: RunFolder, rank: int) -> Parallel:
         create_gloo_process_groups=False,
         distributed_timeout_minutes=max(1, round(config.machine.peer_timeout_s / 60)),
     )
-    torch.manual_seed(config.seed)
-    model_parallel_cuda_manual_seed(config.seed)
+    seed_generators(config.seed)
     replica, replica_control = _replica_group(sizes, rank, timeout)
     return Parallel(
         device=device,

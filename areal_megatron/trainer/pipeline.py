@@ -14,6 +14,7 @@ from megatron.core.pipeline_parallel.schedules import get_schedule_table
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
+from areal_megatron.trainer.adapter import dropping
 from areal_megatron.trainer.batch import MicroBatch, RowPart, pack
 
 Work = tuple[MicroBatch, Callable[[Tensor], Any]]
@@ -30,7 +31,8 @@ def forward_backward(chunks: Chunks, work: Sequence[Work]) -> None:
     The function of each micro-batch returns the sum of the losses of its trained tokens. Every replica must pass the
     same number of micro-batches.
     """
-    _run(chunks, work, forward_only=False)
+    with dropping():
+        _run(chunks, work, forward_only=False)
 
 
 @torch.no_grad()

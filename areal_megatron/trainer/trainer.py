@@ -153,6 +153,8 @@ class Trainer:
             hf.load_adapter(factors(chunks), self._adapters, config, self.hf_config)
         elif self._adapters:
             begin(factors(chunks), self._adapters, config.seed)
+        if config.lora.dropout:
+            process_groups.seed_generators(config.seed + 100_003 * self.parallel.rank)  # no two ranks drop the same
         return chunks
 
     def _choose_kernels(self) -> None:

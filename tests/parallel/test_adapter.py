@@ -75,6 +75,17 @@ def test_every_layout_trains_adapters_as_one_process_does(folder, on_ranks, case
     on_ranks("adapter_checks:check_layouts", world, cases=runs)
 
 
+def test_dropout_is_the_same_where_layers_are_recomputed(folder, on_ranks):
+    cases = {"none": {}, "full": {"recompute": "full"}, "mlp": {"recompute": "mlp"}}
+    for run in cases:
+        write_start(folder, run, "qwen3")
+    on_ranks("adapter_checks:check_dropout", 1, cases=cases)
+    on_two = {"whole": {"tp": 2}, "again": {"tp": 2, "recompute": "full"}}
+    for run in on_two:
+        write_start(folder, run, "qwen3")
+    on_ranks("adapter_checks:check_dropout", 2, cases=on_two)
+
+
 def test_preferences_are_learned_beside_the_model_without_the_adapter(folder, on_ranks):
     layouts = [{"tp": 2, "recompute": "full"}, {"pp": 2}, {"dp": 2}]
     runs = {f"run-{number}": ["qwen3", layout] for number, layout in enumerate(layouts)}

@@ -30,6 +30,7 @@ from areal_megatron.run.folder import RunError
 from areal_megatron.trainer import checkpoint, pipeline
 from areal_megatron.trainer.batch import pack_trajectories
 from areal_megatron.trainer.objective import trained_logprobs
+from areal_megatron.trainer.parallel import seed_generators
 from areal_megatron.trainer.trainer import Trainer
 from tests.support import training_oracle as oracle
 from tests.support.adapter_oracle import adapted_oracle, factors_among, value
@@ -119,6 +120,32 @@ def check_layouts(folder: Path, rank: int, cases: dict[str, list]) -> None:
                 for cap in (40, 400):
                     check_gradient(subject, expected["gradient"], cap, shares)
             check_update(subject, expected["trained"])
+
+
+def check_dropout(folder: Path, rank: int, cases: dict[str, dict]) -> None:
+    """Gradients drop parts of what adapters get, the same where they are recomputed; log-probabilities are whole.
+
+    cases: run folder → layout, of a model of which the first one recomputes nothing.
+    """
+    found = []
+    for run, layout in cases.items():
+        lora = replace(LORA, dropout=0.25, start=str(folder / f"{run}-start"))
+        with open_trainer(folder, rank, adapter_config(folder, "qwen3", layout, lora), run) as subject:
+            expected = plain(subject, "whole")
+            check_logprobs(subject, expected["logprobs"])
+            norm = torch.stack([gradient.norm() for gradient in expected["gradient"].values()]).norm()
+            for seed in (rank, rank, 7 + rank):
+                seed_generators(seed)
+                MiniBatch(subject, *content()).forward_backward(400)
+                held = whole_gradients(subject.policy)
+                found.append({name: view.clone() for name, view, _ in pieces(subject, held, expected["gradient"])})
+                apart = [
+                    (ours - theirs).norm() / norm for _, ours, theirs in pieces(subject, held, expected["gradient"])
+                ]
+                assert max(apart) > 0.01
+    apart = [max(float((each[name] - values).abs().max()) for name, values in found[0].items()) for each in found[1:]]
+    same, others = [a for n, a in enumerate(apart, 1) if n % 3 < 2], [a for n, a in enumerate(apart, 1) if n % 3 == 2]
+    assert max(same) < 1e-6 and min(others) > 1e-3, (same, others)
 
 
 def check_begin(subject: Trainer) -> None:
