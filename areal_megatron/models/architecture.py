@@ -13,7 +13,7 @@ from typing import Any
 from areal_megatron.config import ConfigError
 from areal_megatron.models.deepseek import DEEPSEEK_V3
 from areal_megatron.models.described import EXPERT_COUNTS, check_described, rope, shown
-from areal_megatron.models.glm4 import GLM4_MOE
+from areal_megatron.models.glm4 import GLM4_MOE, GLM4_MOE_LITE
 from areal_megatron.models.llama import LLAMA
 from areal_megatron.models.qwen2 import QWEN2
 from areal_megatron.models.qwen3 import QWEN3, QWEN3_MOE
@@ -33,6 +33,7 @@ from areal_megatron.run.json_input import read_object
 FAMILIES: dict[str, Family] = {
     "DeepseekV3ForCausalLM": DEEPSEEK_V3,
     "Glm4MoeForCausalLM": GLM4_MOE,
+    "Glm4MoeLiteForCausalLM": GLM4_MOE_LITE,
     "LlamaForCausalLM": LLAMA,
     "Qwen2ForCausalLM": QWEN2,
     "Qwen3ForCausalLM": QWEN3,
@@ -49,6 +50,7 @@ _LANGUAGE, _REWARD = "ForCausalLM", "ForSequenceClassification"
 _CLASS_OF_MODEL_TYPE = {
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
+    "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
@@ -57,6 +59,12 @@ _CLASS_OF_MODEL_TYPE = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "qwen3_next": "Qwen3NextForCausalLM",
 }
+_MISSING = dict.fromkeys(
+    ("GptOssForCausalLM", "gpt_oss"),
+    "trainers have no attention sinks, no sliding windows, and no biases or clamped activations of experts, and "
+    "weights in MXFP4 are not read",
+)
+"""Names of models without a table → the missing parts."""
 _LANGUAGE_OF_IMAGES = {"qwen3_5": "Qwen3_5ForCausalLM", "qwen3_5_moe": "Qwen3_5MoeForCausalLM"}
 """`model_type` of models that take images, too → the class of their language model, which text_config describes."""
 _SHARED = ("tie_word_embeddings", "quantization_config", "dtype", "torch_dtype")
@@ -244,6 +252,8 @@ def _table(hf_config: Mapping[str, Any]) -> tuple[str, Family, bool]:
         name = name.removesuffix(_REWARD) + _LANGUAGE
     if name in FAMILIES:
         return name, FAMILIES[name], is_reward_model
+    if isinstance(named, str) and named in _MISSING:
+        raise ConfigError(f"model.path: config.json names {shown(named)}, which has no table: {_MISSING[named]}")
     near = difflib.get_close_matches(str(named), FAMILIES, 1, 0.3)
     hint = f"; the nearest table is that of {near[0]}, see docs/adding_a_family.md" if near else ""
     raise ConfigError(
@@ -393,11 +403,17 @@ def _dense_layers(hf_config: Mapping[str, Any], family: Family, layers: int) -> 
     """How many of the first layers have a dense MLP."""
     if not (family.has_experts and family.has_dense_layers):
         return 0 if family.has_experts else layers
-    value = hf_config.get("first_k_dense_replace", 0)
+    value = hf_config.get("first_k_dense_replace", family.fixed.get("first_k_dense_replace", 0))
     if type(value) is not int or not 0 <= value < layers:
         raise ConfigError(
             f"model.path: config.json has first_k_dense_replace={shown(value)}, not one of 0 to {layers - 1}: some of "
             "the layers have experts"
+        )
+    kinds = hf_config.get("mlp_layer_types")
+    if kinds and kinds != ["dense"] * value + ["sparse"] * (layers - value):
+        raise ConfigError(
+            f"model.path: config.json has mlp_layer_types={shown(kinds)}; it needs dense for the first {value} of "
+            f"{layers} layers, then sparse"
         )
     return value
 

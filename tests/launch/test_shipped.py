@@ -40,6 +40,7 @@ ALIKE = (
     "train_qwen3.5_9b.sh",
     "train_qwen3.5_35b_a3b.sh",
     "train_qwen3.5_397b_a17b.sh",
+    "train_glm4.7_flash.sh",
 )
 """Scripts whose configs differ from another's in sizes, which tests/unit/planning/test_published.py plans."""
 SIZES = {

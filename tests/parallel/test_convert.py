@@ -14,9 +14,9 @@ from tests.support.soaking import with_soaked
 from tests.support.tiny_models import save_model
 
 SIZES = {"qwen2": {"vocab_size": 101}, "qwen3": {"vocab_size": 203}}
+SIZES |= {name: {} for name in ("qwen3_next", "qwen3_5")}
 SIZES |= {
-    name: {}
-    for name in ("llama", "qwen3_moe", "qwen3_deep", "glm4_moe", "deepseek_v3", "moonlight", "qwen3_next", "qwen3_5")
+    name: {} for name in ("llama", "qwen3_moe", "qwen3_deep", "glm4_moe", "deepseek_v3", "moonlight", "glm4_moe_lite")
 }
 """Models whose vocabulary is tied or not, padded or not, and what differs from the other tests'."""
 SAVED = {
@@ -35,6 +35,7 @@ SAVED = {
         "two-kinds-of-layers-ep2": ("glm4_moe", {"tp": 2, "dp": 2, "ep": 2, "etp": 1}, "float32"),
         "latents": ("deepseek_v3", {"tp": 2, "dp": 2, "ep": 2, "etp": 1}, "bfloat16"),
         "latents-without-query": ("moonlight", {"tp": 2, "pp": 2, "vpp": 2}, "float32"),
+        "latents-flash": ("glm4_moe_lite", {"tp": 2, "pp": 2}, "bfloat16"),
         "gated-delta-nets": ("qwen3_next", {"tp": 2, "pp": 2, "vpp": 2}, "float32"),
         "gated-delta-nets-dense": ("qwen3_5", {"tp": 2, "pp": 2}, "bfloat16"),
         "gated-delta-nets-ep2": ("qwen3_next", {"tp": 2, "dp": 2, "ep": 2}, "bfloat16"),
@@ -53,6 +54,7 @@ LOADED = {
         "ep2-stages": ("qwen3_moe", {"dp": 2, "ep": 2, "etp": 1, "pp": 2}),
         "two-kinds-of-layers": ("glm4_moe", {"dp": 2, "ep": 2, "pp": 2}),
         "latents": ("deepseek_v3", {"tp": 2, "pp": 2}),
+        "latents-flash": ("glm4_moe_lite", {"dp": 2, "ep": 2, "pp": 2}),
         "gated-delta-nets": ("qwen3_next", {"tp": 2, "pp": 2}),
         "gated-delta-nets-dense": ("qwen3_5", {"tp": 2, "dp": 2}),
     },

@@ -25,13 +25,15 @@ CASES = {
         ("glm4_moe", {"cp": 2, "etp": 2}),
     ],
     "sigmoid-router-on-4-ranks": [("glm4_moe", {"tp": 2, "dp": 2, "ep": 2, "etp": 1})],
-    "latents": [("deepseek_v3", {}), ("moonlight", {"recompute": "full"})],
+    "latents": [("deepseek_v3", {}), ("moonlight", {"recompute": "full"}), ("glm4_moe_lite", {})],
     "latents-on-2-ranks": [
         ("deepseek_v3", {"tp": 2, "recompute": "mlp"}),
         ("moonlight", {"tp": 2, "etp": 1}),
         ("moonlight", {"pp": 2, "vpp": 2}),
         ("deepseek_v3", {"dp": 2, "ep": 2, "recompute": "elementwise"}),
         ("deepseek_v3", {"cp": 2, "etp": 2}),
+        ("glm4_moe_lite", {"tp": 2}),
+        ("glm4_moe_lite", {"pp": 2, "vpp": 2}),
     ],
     "latents-on-4-ranks": [("deepseek_v3", {"tp": 2, "dp": 2, "ep": 2, "etp": 1})],
     "gated-delta-nets": [

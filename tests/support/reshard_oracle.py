@@ -78,6 +78,7 @@ MODELS = {
     ),
     "deepseek-v3-moe": ("DeepseekV3", {**LATENTS, "q_lora_rank": 48}),
     "moonlight-moe": ("DeepseekV3", {**LATENTS, "q_lora_rank": None}),
+    "glm4-flash-moe": ("Glm4MoeLite", {**LATENTS, "q_lora_rank": 48, "v_head_dim": 64}),
     "qwen3-next-moe": (
         "Qwen3Next",
         {

@@ -98,6 +98,11 @@ MODELS = {
         transformers.DeepseekV3ForCausalLM,
         {**LATENTS, "q_lora_rank": None, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
     ),
+    "glm4_moe_lite": (
+        transformers.Glm4MoeLiteConfig,
+        transformers.Glm4MoeLiteForCausalLM,
+        {**LATENTS, "q_lora_rank": 20, "v_head_dim": 48, "num_experts_per_tok": 2, "rms_norm_eps": 1e-5},
+    ),
     "qwen3_next": (
         transformers.Qwen3NextConfig,
         transformers.Qwen3NextForCausalLM,
@@ -165,13 +170,18 @@ def save_model(name: str, folder: Path, **sizes) -> Path:
 
 def load_oracle(folder: Path) -> torch.nn.Module:
     compute_exactly()
-    return transformers.AutoModelForCausalLM.from_pretrained(
+    model = transformers.AutoModelForCausalLM.from_pretrained(
         folder,
         dtype=torch.float32,
         attn_implementation="eager",
         experts_implementation="eager",
         local_files_only=True,
     )
+    # transformers gives the norms of latents 1e-6 whatever the model's is; engines and trainers have the model's
+    for name, module in model.named_modules():
+        if name.endswith("_a_layernorm"):
+            module.variance_epsilon = model.config.rms_norm_eps
+    return model
 
 
 def canonical(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

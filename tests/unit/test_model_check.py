@@ -72,6 +72,7 @@ LATENTS = SIGMOID | {
     "v_head_dim": 32,
     "topk_method": "noaux_tc",
 }
+FLASH = LATENTS | {"architectures": ["Glm4MoeLiteForCausalLM"], "model_type": "glm4_moe_lite"}
 LINEAR = EXPERTS | {
     "model_type": "qwen3_next",
     "linear_num_key_heads": 4,
@@ -157,6 +158,18 @@ def test_a_model_that_fits_passes(tmp_path, hf, trainer):
             {},
             r"scoring_func='softmax'.* only scoring_func='sigmoid'",
         ),
+        (
+            GOOD | {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss"},
+            {},
+            "names 'GptOssForCausalLM', which has no table: trainers have no attention sinks, .* MXFP4 are not read$",
+        ),
+        (FLASH | {"first_k_dense_replace": 2}, {}, r"first_k_dense_replace=2; of Glm4MoeLite.* only first_k_dense"),
+        (
+            FLASH | {"mlp_layer_types": ["dense"] * 2 + ["sparse"] * 4},
+            {},
+            r"mlp_layer_types=.* dense for the first 1 of 6",
+        ),
+        (FLASH | {"mlp_layer_types": ["sparse"]}, {}, r"mlp_layer_types=\['sparse'\]; .* of 6 layers, then sparse"),
         (LATENTS | {"topk_method": "greedy"}, {}, r"topk_method='greedy'; .* only topk_method='noaux_tc'"),
         (LATENTS | {"rope_interleave": False}, {}, r"rope_interleave=False; .* only rope_interleave=True"),
         (LATENTS | {"moe_layer_freq": 2}, {}, r"moe_layer_freq=2; .* only moe_layer_freq=1"),

@@ -206,6 +206,7 @@ SERVED = {
     "qwen3_moe": GOOD | EXPERTS,
     "glm4_moe": GOOD | SIGMOID,
     "deepseek_v2": GOOD | LATENTS | {"model_type": "deepseek_v3"},
+    "glm4_moe_lite": GOOD | LATENTS | {"architectures": ["Glm4MoeLiteForCausalLM"], "model_type": "glm4_moe_lite"},
     "qwen3_next": GOOD | LINEAR,
 }
 """Files of vLLM's models → what they are read with here."""

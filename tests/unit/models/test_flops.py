@@ -24,7 +24,9 @@ def count(folder, tokens: int, trained: int) -> int:
     return counter.get_total_flops()
 
 
-@pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama", "qwen3_moe", "glm4_moe", "deepseek_v3", "moonlight"])
+@pytest.mark.parametrize(
+    "name", ["qwen2", "qwen3", "llama", "qwen3_moe", "glm4_moe", "deepseek_v3", "moonlight", "glm4_moe_lite"]
+)
 def test_flops_are_those_that_torch_counts(name, tmp_path):
     folder = tiny_models.save_model(name, tmp_path)
     config = json.loads((folder / "config.json").read_text())

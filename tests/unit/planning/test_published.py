@@ -201,7 +201,7 @@ def test_it_fits_the_nodes_of_its_script_with_a_tenth_of_a_gpu_free(run):
 
 
 NETS = ("qwen3_next_80b", "qwen3.5_9b", "qwen3.5_35b_a3b", "qwen3.5_397b_a17b")
-OTHERS = ("moonlight", "qwen3_30b_a3b", *NETS, "glm4.5_air", "qwen3_235b", "glm4.5", "deepseek_v3")
+OTHERS = ("moonlight", "qwen3_30b_a3b", "glm4.7_flash", *NETS, "glm4.5_air", "qwen3_235b", "glm4.5", "deepseek_v3")
 """Models for which nothing but their sizes is published."""
 
 

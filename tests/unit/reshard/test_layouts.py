@@ -66,7 +66,15 @@ def of(name, dense, experts):
     return dense + experts if name in EXPERTS else dense
 
 
-TWO_KINDS = ("glm4-moe", "deepseek-v3-moe", "moonlight-moe", "qwen3-next-moe", "qwen3.5", "qwen3.5-moe")
+TWO_KINDS = (
+    "glm4-moe",
+    "deepseek-v3-moe",
+    "moonlight-moe",
+    "glm4-flash-moe",
+    "qwen3-next-moe",
+    "qwen3.5",
+    "qwen3.5-moe",
+)
 """Models with two kinds of layers, which are planned in a few layouts alone."""
 LOADS = [(name, sizes) for name in MODELS for sizes in of(name, TRAINERS, EXPERT_TRAINERS)]
 PLANS = [
