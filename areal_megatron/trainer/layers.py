@@ -102,6 +102,18 @@ class Router(TopKRouter):
         return MoEAuxLossAutoScaler.apply(probs, coefficient * (scores.sum(dim=0) * taken).sum() / tokens)
 
 
+class Attention(SelfAttention):
+    """Megatron's attention, whose gate (0.16.1) has the query heads of all ranks that share a KV head."""
+
+    def get_query_key_value_tensors(self, *args: Any, output_gate: bool = False, **options: Any) -> tuple:
+        found = super().get_query_key_value_tensors(*args, output_gate=output_gate, **options)
+        sharing = self.world_size // self.config.num_query_groups
+        if not output_gate or sharing < 2:
+            return found
+        *others, gate = found
+        return *others, gate.chunk(sharing, dim=2)[self.pg_collection.tp.rank() % sharing]
+
+
 def block_spec(
     config: TransformerConfig, sizes: MegatronSizes, stage: int, grouped: bool = False
 ) -> TransformerBlockSubmodules:
@@ -164,7 +176,7 @@ def _local_layer(config: TransformerConfig, has_experts: bool, linear: bool, gro
 def _attention(config: TransformerConfig) -> ModuleSpec:
     head_norm = RMSNorm if config.qk_layernorm else IdentityOp
     return ModuleSpec(
-        module=SelfAttention,
+        module=Attention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=ColumnParallelLinear,
