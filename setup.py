@@ -33,6 +33,7 @@ setup(
         "numpy",
         "omegaconf",
         "packaging",
+        "protobuf",
         "psutil",
         "pyarrow",
         "pyyaml",

@@ -49,6 +49,7 @@ COMMANDS = {
     "trajectories": Command("areal_megatron.programs.trajectories", "what a run has trained, answer by answer"),
     "mirror": Command("areal_megatron.observe.mirror", "its metrics in W&B, MLflow, SwanLab or Trackio"),
     "audit": Command("areal_megatron.programs.audit", "check that a run lost nothing and trained nothing twice"),
+    "tinker": Command("areal_megatron.api.tinker", "serve a run to programs that use the tinker package"),
     "convert": Command("areal_megatron.programs.convert", "checkpoints from and to Hugging Face format"),
 }
 SHELLS = ("bash", "zsh", "fish")

@@ -321,6 +321,9 @@ class Driven:
 
     async def _keep_status(self) -> None:
         while True:
+            if await asyncio.to_thread(self._run.is_to_stop):
+                self._ending = True
+                self._news.notify()
             self._write_status("ending" if self._ending else "driven")
             if self._trainers.is_set():
                 self._fleet.bring_weights(self._publish_again)

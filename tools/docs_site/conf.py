@@ -63,6 +63,7 @@ CONTENTS = {
         "sites",
         "python",
         "loop",
+        "tinker",
     ],
     "Reference": [
         "keys",

@@ -15,6 +15,7 @@ import pytest
 import regex
 from rich.text import Text
 
+from areal_megatron.api import tinker
 from areal_megatron.command import COMMANDS
 from areal_megatron.config import Config, DataConfig, ModelConfig, config_file
 from areal_megatron.data.dumps import Dump, write
@@ -259,7 +260,7 @@ def test_errors_that_quote_what_was_read(run, capsys, monkeypatch, what):
 
 
 PROGRAMS = (audit, calibrate, convert, engines, evaluate, fetch, local, mirror, plan, report, rows, simulate)
-PROGRAMS += (status, submit, trajectories)
+PROGRAMS += (status, submit, tinker, trajectories)
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)

@@ -1,0 +1,462 @@
+"""Serves a run to programs that use the `tinker` package: `areal tinker CONFIG [key=value …]` (docs/tinker.md).
+
+One model is trained at a time, and engines sample from the version that was published last. The server listens on
+loopback, and answers whoever shows the key that it prints. Exit code 0 after SIGINT or SIGTERM, 1 if the run fails, 2
+for wrong input.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import os
+import secrets
+import signal
+import socket
+import sys
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from aiohttp import web
+
+from areal_megatron.api import tinker_wire
+from areal_megatron.api.policy import Policy, Response
+from areal_megatron.api.run import RunFailed
+from areal_megatron.api.tinker_wire import LossRequest
+from areal_megatron.config import Config, ConfigError, config_file
+from areal_megatron.process.errors import first_line, printable
+from areal_megatron.process.shown import guard
+from areal_megatron.run.arguments import Parser, count
+from areal_megatron.run.http_server import HttpServer
+from areal_megatron.run.json_input import parse_json
+
+ADAM = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "weight_decay": 0.0, "clip_grad": 0.0}
+"""What clients ask for where a program says nothing else, by the names of the config's section optimizer."""
+_AT_CLIENTS = {"clip_grad": "grad_clip_norm"}
+_LARGEST_BYTES = 256 * 2**20
+_KEPT_REQUESTS = 10_000
+"""Whose results can still be fetched, also once more after a connection that was lost."""
+_WAIT_S = 20.0
+_SAMPLING_THREADS = 64
+_UNCLIPPED = 1e9
+_PROTO, _JSON = "application/x-protobuf", "application/json"
+_CLIENT_CONFIG = {
+    "pjwt_auth_enabled": False,
+    "proto_compress_fwdbwd": False,
+    "use_pyqwest_transport": False,
+    "fwdbwd_max_chunk_len": 1_000_000,
+    "fwdbwd_max_chunk_bytes_count": _LARGEST_BYTES // 4,
+}
+"""How clients are to speak: plain keys and HTTP, and a call's samples in one request, as far as they fit."""
+Answer = dict[str, Any] | bytes
+
+
+class TinkerServer:
+    """Does with a policy what clients ask for: training in the order of the requests, sampling beside it."""
+
+    def __init__(self, policy: Policy, names: set[str], key: str):
+        """`names`: what clients may call the model; `key`: what they have to show."""
+        self._policy, self._names, self._key = policy, names, key
+        self._training, self._sampling = ThreadPoolExecutor(1), ThreadPoolExecutor(_SAMPLING_THREADS)
+        self._requests: OrderedDict[str, asyncio.Future[Answer]] = OrderedDict()
+        self._model, self._initial = "", Path()
+        """The id of the model that is trained, and a checkpoint from before anything was."""
+        self._published = policy.version
+        self._samplers: dict[str, tuple[str, int]] = {}
+        """Sampling session → the path that it was made from, and its version."""
+        self._paths: dict[str, int] = {}
+        """Path of weights for samplers → version."""
+        self._saved: dict[str, Path] = {}
+        """Path of weights → checkpoint."""
+        self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        """Why the run has failed."""
+        self.http = HttpServer(self._answer)
+        self._routes: dict[str, Callable[[dict[str, Any]], Answer]] = {
+            "client/config": lambda _: _CLIENT_CONFIG,
+            "client/dynamic_config": lambda _: {},
+            "telemetry": lambda _: {"status": "accepted"},
+            "create_session": lambda _: {"type": "create_session", "session_id": secrets.token_hex(8)},
+            "session_heartbeat": lambda _: {"type": "session_heartbeat"},
+            "cancel_future": lambda _: {},
+            "get_info": self._info,
+            "create_model": self._create,
+            "load_weights": self._load,
+            "save_weights": self._save,
+            "optim_step": self._step,
+            "save_weights_for_sampler": self._publish,
+            "create_sampling_session": self._sampler,
+            "asample": self._sample,
+        }
+
+    def close(self) -> None:
+        self._training.shutdown(wait=False, cancel_futures=True)
+        self._sampling.shutdown(wait=False, cancel_futures=True)
+
+    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        if not hmac.compare_digest(request.headers.get("X-API-Key", "").encode(), self._key.encode()):
+            return self.http.refused(request.path, _error(401, "the key is not the one that the server has printed"))
+        self.http.welcome(request)
+        route = request.path.removeprefix("/api/v1/")
+        try:
+            if request.method == "GET":
+                return _reply(self._told(route))
+            body = await self._body(request)
+            if route == "forward_backward":
+                return _reply(self._compute(await asyncio.to_thread(tinker_wire.read_request, body)))
+            asked = parse_json(body) if body else {}
+            if not isinstance(asked, dict):
+                raise ConfigError(f"{route}: the body is no JSON object")
+            if route == "retrieve_future":
+                return await self._result(str(asked.get("request_id")))
+            if route.startswith("sessions/") and route.endswith("/finish"):
+                return _reply({})
+            if route not in self._routes:
+                return _error(404, f"{request.path}: this server does not have that, see docs/tinker.md")
+            return _reply(self._routes[route](asked))
+        except (ConfigError, ValueError) as e:
+            return _error(422, first_line(e))
+        except KeyError as e:
+            return _error(422, f"{route}: lacks {e.args[0]}")
+
+    async def _body(self, request: web.BaseRequest) -> bytes:
+        parts, size = [], 0
+        async for part in request.content.iter_any():
+            size += len(part)
+            if size > _LARGEST_BYTES:
+                raise ConfigError(
+                    f"{request.path}: more than {_LARGEST_BYTES // 2**20} MiB: send fewer samples at once"
+                )
+            parts.append(part)
+        return b"".join(parts)
+
+    def _told(self, route: str) -> Answer:
+        if route == "healthz":
+            return {"status": "ok"}
+        if route == "get_server_capabilities":
+            longest = self._policy.config.longest_sequence
+            return {"supported_models": [{"model_name": n, "max_context_length": longest} for n in sorted(self._names)]}
+        name = route.removeprefix("samplers/")
+        if name in self._samplers:
+            path, _ = self._samplers[name]
+            return {"sampler_id": name, "base_model": self._name, "model_path": path or None}
+        raise ConfigError(f"{printable(route)}: this server does not have that, see docs/tinker.md")
+
+    async def _result(self, number: str) -> web.StreamResponse:
+        if number not in self._requests:
+            return _error(422, f"nothing was asked for as {printable(number)}, or it was long ago")
+        future = self._requests[number]
+        done, _ = await asyncio.wait([future], timeout=_WAIT_S)
+        if not done:
+            return _reply({"type": "try_again", "request_id": number, "queue_state": "active"})
+        if (error := future.exception()) is None:
+            return _reply(future.result())
+        wrong = isinstance(error, ConfigError)
+        if isinstance(error, RunFailed) and not self.failed.done():
+            self.failed.set_result(str(error))
+        return _reply({"error": first_line(error), "category": "user" if wrong else "server"})
+
+    def _begin(self, number: str, pool: ThreadPoolExecutor, act: Callable[[], Answer]) -> dict[str, Any]:
+        """Has this done, once, whoever asks again for the same number as after a connection that was lost."""
+        if number not in self._requests:
+            future = asyncio.get_running_loop().run_in_executor(pool, act)
+            future.add_done_callback(
+                lambda done: done.cancelled() or done.exception()
+            )  # it is told when it is asked for
+            self._requests[number] = future
+            while len(self._requests) > _KEPT_REQUESTS and next(iter(self._requests.values())).done():
+                self._requests.popitem(last=False)
+        return {"request_id": number}
+
+    @property
+    def _name(self) -> str:
+        return min(self._names, key=len)
+
+    def _info(self, asked: dict[str, Any]) -> Answer:
+        self._check_model(asked["model_id"])
+        folder = str(Path(self._policy.config.model.path).absolute())
+        described = {"arch": "", "model_name": self._name, "tokenizer_id": folder}
+        rank = self._policy.config.lora.rank
+        return {"model_data": described, "model_id": self._model, "is_lora": True, "lora_rank": rank}
+
+    def _check_base(self, name: str | None) -> None:
+        if name is not None and name not in self._names:
+            raise ConfigError(f"base_model: this server has {' or '.join(sorted(self._names))}, not {printable(name)}")
+
+    def _check_model(self, name: str) -> None:
+        if name != self._model:
+            now = f"{self._model} is" if self._model else "none is"
+            raise ConfigError(f"model {printable(str(name))} is not trained any more: one is at a time, now {now}")
+
+    def _create(self, asked: dict[str, Any]) -> Answer:
+        self._check_base(asked["base_model"])
+        has, rank = self._policy.config.lora.rank, (asked.get("lora_config") or {}).get("rank")
+        if rank != has:
+            raise ConfigError(
+                f"rank: the adapters of this server have rank {has}, not {rank}: start it with lora.rank={rank}"
+            )
+        name = f"{asked['session_id']}:train:{int(asked['model_seq_id'])}"
+        return self._begin(f"{name}:0", self._training, lambda: self._begin_model(name))
+
+    def _begin_model(self, name: str) -> Answer:
+        if self._initial == Path():
+            self._initial = self._policy.save()
+        else:
+            self._policy.load(self._initial)
+        self._model = name
+        return {"type": "create_model", "model_id": name}
+
+    def _load(self, asked: dict[str, Any]) -> Answer:
+        path = str(asked["path"])
+        if path not in self._saved:
+            raise ConfigError(f"{printable(path)} is no path of weights that this server has saved")
+        if not asked.get("optimizer"):
+            raise ConfigError(
+                "load_weights: checkpoints are loaded with the optimizer's state: use the call with optimizer"
+            )
+        self._check_base(asked.get("base_model"))
+        folder = self._saved[path]
+        if asked.get("session_id"):
+            name, number = f"{asked['session_id']}:train:{int(asked['model_seq_id'])}", 0
+        else:
+            name, number = asked["model_id"], int(asked["seq_id"])
+            self._check_model(name)
+
+        def load() -> Answer:
+            if self._initial == Path():
+                self._initial = self._policy.save()
+            self._policy.load(folder)
+            self._model = name
+            return {"type": "load_weights", "path": path, "model_id": name}
+
+        return self._begin(f"{name}:{number}", self._training, load)
+
+    def _in_turn(self, name: str, number: int, act: Callable[[], Answer]) -> Answer:
+        def checked() -> Answer:
+            self._check_model(name)
+            return act()
+
+        return self._begin(f"{name}:{number}", self._training, checked)
+
+    def _save(self, asked: dict[str, Any]) -> Answer:
+        name, number = asked["model_id"], int(asked["seq_id"])
+        path = f"tinker://{name}/weights/{asked.get('path') or number}"
+        if path in self._saved and f"{name}:{number}" not in self._requests and not asked.get("overwrite"):
+            raise ConfigError(f"{printable(path)} is there already: give another name, or overwrite=True")
+
+        def save() -> Answer:
+            self._saved[path] = self._policy.save()
+            return {"type": "save_weights", "path": path}
+
+        return self._in_turn(name, number, save)
+
+    def _publish(self, asked: dict[str, Any]) -> Answer:
+        name, number, label = asked["model_id"], int(asked["seq_id"]), asked.get("path")
+
+        def publish() -> Answer:
+            self._published = self._policy.publish()
+            if label is None:
+                session = f"{name}:sample:{asked.get('sampling_session_seq_id')}"
+                self._samplers[session] = "", self._published
+                return {"type": "save_weights_for_sampler", "sampling_session_id": session}
+            path = f"tinker://{name}/sampler_weights/{label}"
+            self._paths[path] = self._published
+            return {"type": "save_weights_for_sampler", "path": path}
+
+        return self._in_turn(name, number, publish)
+
+    def _sampler(self, asked: dict[str, Any]) -> Answer:
+        self._check_base(asked.get("base_model"))
+        path = asked.get("model_path")
+        if path is not None and path not in self._paths:
+            raise ConfigError(f"{printable(str(path))} is no path of weights for samplers that this server has made")
+        name = f"{asked['session_id']}:sample:{int(asked['sampling_session_seq_id'])}"
+        self._samplers[name] = path or "", self._paths[path] if path else 0
+        return {"type": "create_sampling_session", "sampling_session_id": name}
+
+    def _sample(self, asked: dict[str, Any]) -> Answer:
+        name, number = asked["sampling_session_id"], int(asked["seq_id"])
+        if name not in self._samplers:
+            raise ConfigError(f"{printable(str(name))} is no sampling session of this server")
+        for key in ("prompt_logprobs", "topk_prompt_logprobs", "topk_sample_logprobs", "target_prompt_logprobs"):
+            if asked.get(key):
+                raise ConfigError(f"{key}: this server tells log-probabilities of sampled tokens alone")
+        prompt = []
+        for chunk in asked["prompt"]["chunks"]:
+            if chunk.get("type") != "encoded_text":
+                raise ConfigError("prompt: has something else than tokens; here are texts alone")
+            prompt += chunk["tokens"]
+        n, given = int(asked.get("num_samples", 1)), asked["sampling_params"]
+        stop = given.get("stop")
+        if stop is not None and (isinstance(stop, str) or any(not isinstance(token, int) for token in stop)):
+            raise ConfigError("stop: give token ids; this server does not look for texts")
+        keys = {
+            "max_tokens": given.get("max_tokens") or self._policy.config.longest_sequence - len(prompt),
+            "temperature": float(given.get("temperature", 1.0)),
+            "top_p": float(given.get("top_p", 1.0)),
+            "top_k": max(int(given.get("top_k", -1)), 0),
+            "stop_tokens": stop,
+            "seed": given.get("seed"),
+        }
+
+        def sample() -> Answer:
+            _, version = self._samplers[name]
+            if version != self._published:
+                raise ConfigError(
+                    f"engines hold version {self._published}, and this sampler is of version {version}: make another "
+                    "from weights that are saved now"
+                )
+            [answers] = self._policy.sample([prompt], n, **keys)
+            if any((answer.versions != version).any() for answer in answers):
+                raise ConfigError(f"engines went on from version {version} while they sampled: make another sampler")
+            cut = [answer.finish_reason == "length" for answer in answers]
+            pairs = zip(answers, cut, strict=True)
+            return tinker_wire.sample_reply([(answer.tokens, answer.logprobs, was) for answer, was in pairs])
+
+        ids = [f"{name}:{number}:{k}" for k in range(n)]
+        return self._begin(f"{name}:{number}", self._sampling, sample) | {"sample_sequence_ids": ids}
+
+    def _step(self, asked: dict[str, Any]) -> Answer:
+        given = asked.get("adam_params")
+        if given is None:
+            raise ConfigError("optim_step: this server has Adam, and no other optimizer")
+        optimizer = self._policy.config.optimizer
+        for key in ADAM:
+            own, wanted = getattr(optimizer, key), given.get(_AT_CLIENTS.get(key, key), ADAM[key])
+            if own != wanted:
+                raise ConfigError(
+                    f"optim_step: {key} is {own:g} here, not {wanted:g}: start with optimizer.{key}={wanted:g}"
+                )
+        rate = float(given["learning_rate"])
+        return self._in_turn(
+            asked["model_id"], int(asked["seq_id"]), lambda: {"metrics": _numbers(self._policy.step(lr=rate))}
+        )
+
+    def _compute(self, asked: LossRequest) -> Answer:
+        samples, loss, settings = samples_of(asked)
+        least = self._policy.config.trainer.dp
+        filling = [Response(samples[0].prompt, samples[0].tokens, samples[0].logprobs, weight=0.0)] * (
+            least - len(samples)
+        )
+
+        def compute() -> Answer:
+            call = self._policy.forward_backward if asked.learns else self._policy.forward
+            found = call([*samples, *filling], loss, **settings)
+            return tinker_wire.loss_reply(found.logprobs[: len(samples)], {"loss:sum": found.loss})
+
+        return self._in_turn(asked.model, asked.number, compute)
+
+
+def samples_of(asked: LossRequest) -> tuple[list[Response], str, dict[str, float | str]]:
+    """Returns the samples of a request, the loss and its settings by the names of this project. All losses are sums
+    over tokens. Raises ConfigError."""
+    if not asked.data:
+        raise ConfigError("forward_backward: no data")
+    settings = dict(asked.settings)
+    loss, kept = "sft", {}
+    if asked.loss == "importance_sampling":
+        loss, kept = "ppo", {"objective": "naive", "clip_low": 1.0, "clip_high": _UNCLIPPED, "dual_clip": 0.0}
+    elif asked.loss in ("ppo", "cispo"):
+        low, high = (
+            float(settings.pop(f"clip_{name}_threshold", default)) for name, default in (("low", 0.8), ("high", 1.2))
+        )
+        loss, kept = asked.loss, {"objective": "naive", "clip_low": 1 - low, "clip_high": high - 1, "dual_clip": 0.0}
+    elif asked.loss != "cross_entropy":
+        raise ConfigError(
+            f"loss_fn: {printable(asked.loss)}: here are cross_entropy, importance_sampling, ppo and cispo"
+        )
+    if settings:
+        raise ConfigError(f"loss_fn_config: {printable(next(iter(settings)))} is no setting of {asked.loss} here")
+    needed = ("target_tokens",) if loss == "sft" else ("target_tokens", "logprobs", "advantages")
+    samples = []
+    for place, datum in enumerate(asked.data):
+        where = f"data {place}"
+        if lacking := [name for name in needed if name not in datum.inputs]:
+            raise ConfigError(f"{where}: {asked.loss} needs {lacking[0]}")
+        if not datum.tokens:
+            raise ConfigError(f"{where}: model_input has no tokens")
+        targets, ones = datum.inputs["target_tokens"], np.ones(len(datum.tokens), np.float32)
+        weights = datum.inputs.get("weights", ones)
+        counts = weights if loss == "sft" else datum.inputs["advantages"] * weights
+        tokens = np.append(datum.tokens[1:], targets[-1])
+        if len(differ := np.flatnonzero((tokens != targets) & (counts != 0))):
+            raise ConfigError(f"{where}: target_tokens[{differ[0]}] is not the token that follows in model_input")
+        samples.append(
+            Response(
+                prompt=datum.tokens[:1],
+                tokens=tokens,
+                logprobs=datum.inputs["logprobs"] if loss != "sft" else (),
+                advantage=datum.inputs["advantages"] if loss != "sft" else 0.0,
+                weight=weights,
+            )
+        )
+    return samples, loss, kept
+
+
+def _numbers(metrics: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if np.isfinite(value)}
+
+
+def _reply(answer: Answer) -> web.Response:
+    if isinstance(answer, bytes):
+        return web.Response(body=answer, content_type=_PROTO)
+    return web.Response(body=msgspec.json.encode(answer), content_type=_JSON)
+
+
+def _error(status: int, problem: str) -> web.Response:
+    return web.Response(status=status, body=msgspec.json.encode({"detail": problem}), content_type=_JSON)
+
+
+def config_of(file: str, overrides: list[str]) -> Config:
+    """Returns the config of a server: its Adam is that of clients, unless an override says otherwise. Raises
+    ConfigError."""
+    own = [f"optimizer.{name}={value}" for name, value in ADAM.items()]
+    config = config_file.load(file, ["mode=driven", "checkpoint.keep_every=1", *own, *overrides])
+    if not config.lora.rank:
+        raise ConfigError("lora.rank: clients of tinker train adapters: give their rank")
+    if config.rollout.temperature != 1:
+        raise ConfigError("rollout.temperature: clients of tinker take losses at temperature 1: leave it out")
+    return config
+
+
+async def serve(policy: Policy, names: set[str], key: str, port: int) -> str:
+    """Serves until a signal comes; returns "" then, or why the run has failed."""
+    server, over = TinkerServer(policy, names, key), asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, over.set)
+    await server.http.start(socket.create_server(("127.0.0.1", port)))
+    print(f"export TINKER_BASE_URL=http://127.0.0.1:{server.http.port} TINKER_API_KEY={key}", flush=True)
+    try:
+        ending = asyncio.ensure_future(over.wait())
+        await asyncio.wait([ending, server.failed], return_when=asyncio.FIRST_COMPLETED)
+        return server.failed.result() if server.failed.done() else ""
+    finally:
+        await server.http.close()
+        server.close()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    guard()
+    parser = Parser("areal_megatron.api.tinker", __doc__.split("\n")[0])
+    parser.add_config()
+    parser.add_argument("--port", type=count, default=0, help="the port to listen on; 0, the default: a free one")
+    options = parser.parse_intermixed_args(arguments)
+    key = os.environ.get("TINKER_API_KEY") or f"tml-{secrets.token_urlsafe(32)}"
+    try:
+        config = config_of(options.config, options.overrides)
+        with Policy(config, quiet=False) as policy:
+            names = {config.model.path, Path(config.model.path).name}
+            if problem := asyncio.run(serve(policy, names, key, options.port)):
+                raise RunFailed(problem)
+    except (ConfigError, RunFailed, OSError) as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2 if isinstance(e, ConfigError) else 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
