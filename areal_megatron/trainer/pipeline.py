@@ -25,14 +25,14 @@ Chunks = list[DistributedDataParallel]
 """The models of this rank, one for each of its virtual pipeline stages."""
 
 
-def forward_backward(chunks: Chunks, work: Sequence[Work]) -> None:
+def forward_backward(chunks: Chunks, work: Sequence[Work], idle: Sequence[Work] = ()) -> None:
     """Computes the gradient of the mean loss over the trained tokens of all micro-batches and replicas.
 
     The function of each micro-batch returns the sum of the losses of its trained tokens. Every replica must pass the
-    same number of micro-batches.
+    same number of micro-batches. `idle` ones have no gradient: their tokens count in the mean, and nothing is computed.
     """
     with dropping():
-        _run(chunks, work, forward_only=False)
+        _run(chunks, work, forward_only=False, idle=sum(len(microbatch.rows) for microbatch, _ in idle))
 
 
 @torch.no_grad()
@@ -53,13 +53,15 @@ def token_count(work: Sequence[Work]) -> int:
     return sum(microbatch.tokens.numel() for microbatch, _ in work)
 
 
-def _run(chunks: Chunks, work: Sequence[Work], forward_only: bool) -> list[Any]:
+def _run(chunks: Chunks, work: Sequence[Work], forward_only: bool, idle: int = 0) -> list[Any]:
     # The empty ones come first: gradients are reduced in the backward pass of the last micro-batch, which must reach
     # every parameter, the output layer's too.
     work = [*_filling(chunks, len(work)), *work]
+    trained = [len(microbatch.rows) for microbatch, _ in work]
+    trained[0] += idle
     return get_forward_backward_func()(
         forward_step_func=_forward_step,
-        data_iterator=[iter(work) for _ in chunks],
+        data_iterator=[zip(work, trained, strict=True) for _ in chunks],
         model=chunks,
         num_microbatches=len(work),
         seq_length=work[0][0].tokens.size(1),  # Megatron asks for a length; stages send each other the true one
@@ -116,7 +118,7 @@ def _filling(chunks: Chunks, count: int) -> list[Work]:
 
 
 def _forward_step(iterator, chunk):
-    microbatch, function = next(iterator)
+    (microbatch, function), trained = next(iterator)
     hidden = chunk(
         microbatch.tokens, None, None, packed_seq_params=microbatch.packed, padding_mask=_unbalanced(chunk, microbatch)
     )
@@ -125,7 +127,7 @@ def _forward_step(iterator, chunk):
         result = function(hidden)
         if non_loss_data:
             return result
-        return result, hidden.new_full((), len(microbatch.rows), dtype=torch.int), None
+        return result, hidden.new_full((), trained, dtype=torch.int), None
 
     return hidden, finish
 

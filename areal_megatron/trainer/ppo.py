@@ -209,7 +209,7 @@ class PPO:
         with self._timeline.device_span("train", tokens=pipeline.token_count(work)):
             if idle:
                 pipeline.forward(self._policy.chunks, idle)  # for the metrics only
-            gradient_norm = self._policy.gradient([*compress(work, teaches)])
+            gradient_norm = self._policy.gradient([*compress(work, teaches)], idle)
         self._limit.before_step(planned)
         self._policy.step(gradient_norm, steps)
 

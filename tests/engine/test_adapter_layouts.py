@@ -25,7 +25,7 @@ ADAPTERS = {
     "moonlight-moe": Adapter(8, 16.0, ("q_proj", *LATENT[2:], *MLP)),
     "qwen3-next-moe": Adapter(8, 16.0, ("in_proj_qkvz", "in_proj_ba", "out_proj", *ATTENTION, *MLP)),
     "qwen3.5": Adapter(5, 12.0, ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj", *ATTENTION, *MLP)),
-    "qwen3.5-moe": Adapter(8, 16.0, ("in_proj_z", "in_proj_a", "down_proj")),
+    "qwen3.5-moe": Adapter(8, 16.0, ("in_proj_qkv", "in_proj_a", "down_proj")),
 }
 CASES = [*((name, tp, False, "float32") for tp in (1, 2) for name in ADAPTERS), ("two-kv-heads", 4, False, "bfloat16")]
 RANKS = 4

@@ -402,8 +402,8 @@ class Learner(Adam):
             chosen = [[items[i] for i in members] for items in (trajectories, before, returns)]
             critic.step(critic_loss(valued, *chosen, self.config))
 
-    def ppo_update(self, trajectories: list[Trajectory], minibatches: list[list[int]], values=None) -> None:
-        """Makes one PPO update. `minibatches`: the indices of their trajectories.
+    def ppo_update(self, trajectories: list[Trajectory], minibatches: list[list[int]], values=None) -> list[float]:
+        """Makes one PPO update and returns the gradient norms. `minibatches`: the indices of their trajectories.
 
         `values`: the advantages of each trajectory's trained tokens; the algorithm's by default.
         """
@@ -421,9 +421,11 @@ class Learner(Adam):
         if config.ppo.penalty.asks_teacher:
             untold = torch.zeros(100)
             references = [torch.from_numpy(t.reference) if len(t.reference) else untold for t in trajectories]
+        norms = []
         for taken, members in enumerate(minibatches):
             chosen = [[items[i] for i in members] for items in (trajectories, values, proximals, references)]
-            self.step(ppo_loss(self.model, *chosen, config, taken, whole=in_episodes(trajectories)))
+            norms.append(self.step(ppo_loss(self.model, *chosen, config, taken, whole=in_episodes(trajectories))))
+        return norms
 
     def sft_step(self, examples: list[Sample]) -> float:
         losses = []

@@ -454,8 +454,9 @@ def check_idle_groups(folder: Path, rank: int, cases: dict[str, list]) -> None:
             with watched(pipeline, "forward_backward", computed):
                 result = subject.train_batch(part[subject.parallel.replica])
             learner = oracle.Learner(load_oracle(folder / model), config)
-            learner.ppo_update(trajectories, [[*range(len(trajectories))]])
+            [norm] = learner.ppo_update(trajectories, [[*range(len(trajectories))]])
             assert_parameters(subject, learner.model.state_dict(), atol=3e-5)
+            assert result.metrics["grad_norm"] == pytest.approx(norm, rel=1e-3)  # Adam hardly sees the size
             assert result.metrics["trained_tokens"] == sum(int(t.loss_mask.sum()) for t in trajectories)
             assert result.metrics["idle_steps"] == 0
             tokens = subject.parallel.sum_over_replicas(torch.tensor([float(sum(computed))])).item()
@@ -467,9 +468,9 @@ def watched(module, name: str, found: list[int]):
     """Has the tokens of each call's micro-batches appended to `found`."""
     called = getattr(module, name)
 
-    def spied(chunks, work):
+    def spied(chunks, work, *others):
         found.append(pipeline.token_count(work))
-        return called(chunks, work)
+        return called(chunks, work, *others)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, name, spied)
