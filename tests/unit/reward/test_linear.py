@@ -176,6 +176,10 @@ READERS = {
     conversations.conversation_of: [
         lambda text: quietly(conversations.conversation_of, {"messages": _said(text)}, "x:1", "all")
     ],
+    formats.check_text_alone: [
+        lambda text: formats.check_text_alone({"a": [{"content": [{"type": text, "text": text}]}]}, "x:1"),
+        lambda text: quietly(formats.check_text_alone, {"image": text}, "x:1"),
+    ],
     formats.prompt_of: [lambda text: formats.prompt_of({"prompt": text}, "x:1")],
     formats.read_item: [
         lambda text: quietly(formats.read_item, {"prompt": text, "answer": text}, "x:1", [0]),
@@ -201,6 +205,7 @@ ELSEWHERE = {
     "residues_of": "a tree and the name of a symbol",
     "chosen": "a tree and a sign",
     "check_name": "a name from the config",
+    "engines_of": "a name from the config",
     "load_group_function": "a name from the config",
     "problem_with_answers": "a name from the config",
     "scores_of": "numbers that a workflow returns",
