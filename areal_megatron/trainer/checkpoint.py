@@ -10,10 +10,11 @@ import io
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import torch
 from megatron.core import dist_checkpointing
@@ -63,6 +64,10 @@ class Saver:
         saver.wait()  # before the process ends
     """
 
+    _numbers: ClassVar[Iterator[int]] = count(1)
+    """Of the saves of this process, which every rank begins in the same order: what ranks say of one of them must not
+    be taken for what they say of another, by whichever object."""
+
     def __init__(self, trainer: Trainer, weights_only: bool = False):
         self._trainer, self._parallel, self._timeout_s = trainer, trainer.parallel, trainer.config.checkpoint.timeout_s
         self._weights_only = weights_only
@@ -70,6 +75,7 @@ class Saver:
         self._image: Image | None = None
         self._metadata = b""
         self._number = 0
+        """Of the save that is under way."""
         self._thread: threading.Thread | None = None
         self._read = threading.Event()
         self._error: Exception | None = None
@@ -92,7 +98,7 @@ class Saver:
         for name, state in checkpoint_tensors.generators().items() if self._generators else ():
             self._generators[name].copy_(state)
         common = self._common() if self._parallel.is_first and not self._weights_only else b""
-        self._number += 1
+        self._number = next(self._numbers)
         self._read.clear()
         settled = self._stream and torch.get_device_module(self._trainer.device).current_stream().record_event()
         arguments = (path, settled, common, seal, lost or _fail)
