@@ -65,8 +65,8 @@ class Saver:
     """
 
     _numbers: ClassVar[Iterator[int]] = count(1)
-    """Of the saves of this process, which every rank begins in the same order: what ranks say of one of them must not
-    be taken for what they say of another, by whichever object."""
+    """Numbers for the saves of all objects of this process: every rank begins the same ones in the same order, and
+    tells rank 0 of each under its number."""
 
     def __init__(self, trainer: Trainer, weights_only: bool = False):
         self._trainer, self._parallel, self._timeout_s = trainer, trainer.parallel, trainer.config.checkpoint.timeout_s
@@ -75,7 +75,6 @@ class Saver:
         self._image: Image | None = None
         self._metadata = b""
         self._number = 0
-        """Of the save that is under way."""
         self._thread: threading.Thread | None = None
         self._read = threading.Event()
         self._error: Exception | None = None
