@@ -164,9 +164,8 @@ class TinkerServer:
         """Has this done, once, whoever asks again for the same number as after a connection that was lost."""
         if number not in self._requests:
             future = asyncio.get_running_loop().run_in_executor(pool, act)
-            future.add_done_callback(
-                lambda done: done.cancelled() or done.exception()
-            )  # it is told when it is asked for
+            # An error is told when the result is asked for, which may be never.
+            future.add_done_callback(lambda done: done.cancelled() or done.exception())
             self._requests[number] = future
             while len(self._requests) > _KEPT_REQUESTS and next(iter(self._requests.values())).done():
                 self._requests.popitem(last=False)

@@ -45,7 +45,7 @@ def saves(chunks: Chunks, work: Sequence[Work]) -> bool:
     """Returns whether `forward` for these micro-batches beside `forward_backward` for others takes less time than the
     latter for all: the backward passes that are saved, each as long as two forward passes, against stages that idle
     while a second pipeline fills."""
-    return 2 * len(work) >= max(chunks[0].config.pipeline_model_parallel_size, 1)
+    return 2 * len(work) >= chunks[0].config.pipeline_model_parallel_size
 
 
 def token_count(work: Sequence[Work]) -> int:

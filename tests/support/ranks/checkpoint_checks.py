@@ -9,6 +9,7 @@ import resource
 import shutil
 import threading
 import time
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -23,6 +24,7 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from torch.distributed.checkpoint import FileSystemReader
 
 from areal_megatron.checkpoint import folder as checkpoint_folder
+from areal_megatron.checkpoint.torch_dist_file import Image
 from areal_megatron.config import CheckpointConfig, Config, CriticConfig, OptimizerConfig, PenaltyConfig, PPOConfig
 from areal_megatron.data.trajectory import BatchPart
 from areal_megatron.packing.partition import split
@@ -77,9 +79,28 @@ def check_straight(folder: Path, rank: int, config: Config) -> None:
         keep(subject, folder / "straight", metrics)
         dist.barrier()  # rank 0 has waited for the others
         same_tensors(folder / "checkpoint", folder / "peer")
+        check_another_saver(subject, folder / "another")
         check_failure(subject, saver, folder / "failed")
         if subject.critic:
             check_without_critic(subject, folder / "checkpoint", make_folder(subject, folder / "plain"))
+
+
+def check_another_saver(subject: Trainer, path: Path) -> None:
+    """What rank 0 seals of another rank's file is of this file, though the rank told of its own of an earlier saver."""
+    saver, written = checkpoint.Saver(subject), {}
+
+    def late(image: Image, file: Path, write=Image.write) -> int:
+        time.sleep(0 if subject.parallel.is_first else 2.0)
+        return write(image, file)
+
+    with patch.object(Image, "write", late):
+        saver.begin(path, written.update)
+        saver.wait()
+    dist.barrier()
+    assert {name: file.crc for name, file in written.items()} == {
+        name: zlib.crc32((path / name).read_bytes()) for name in written
+    }
+    assert len(written) == (subject.parallel.world if subject.parallel.is_first else 0)
 
 
 def check_failure(subject: Trainer, saver: checkpoint.Saver, path: Path) -> None:

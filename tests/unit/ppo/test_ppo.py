@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from areal_megatron.config import CorrectionConfig, PenaltyConfig, PPOConfig, RewardConfig
+from areal_megatron.config.algorithms import PUBLISHED
 from areal_megatron.ppo import correction, loss, penalty
 from areal_megatron.ppo.advantage import EPSILON, Rewards, over_tokens
 from areal_megatron.ppo.algorithm import ALGORITHMS, token_weights
@@ -572,6 +573,16 @@ def test_weights_make_a_mean_over_tokens_one_over_sequences():
     }.items():
         weights = token_weights(mean, lengths, 8, 3, 100).tolist()
         assert sum(w * sum(own) for w, own in zip(weights, losses, strict=True)) / 8 == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_groups_of_equal_rewards_have_no_advantage_where_the_config_says_so(name):
+    """That is what packing goes by (packing/partition.py). Another group of the batch has unequal ones."""
+    rewards = of_single_turns(
+        torch.tensor([0.1, 0.1, 0.1, 0.0, 1.0, 1.0]).double(), [3, 5, 2, 4, 2, 1], [0, 0, 0, 1, 1, 1]
+    )
+    found = ALGORITHMS[name].advantages(rewards, lambda tensor: tensor)
+    assert found[3:].any() and (not found[:3].any()) == PUBLISHED[name].within_group
 
 
 def test_the_config_names_every_algorithm_correction_and_penalty():
