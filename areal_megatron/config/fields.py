@@ -487,7 +487,7 @@ class ReshardConfig:
     not fit, into room for one layer, while it is paused."""
     link: str = key("auto", choices=("auto", "device", "host"))
     """The path of the weights. `device`: the network between the devices themselves (NCCL between GPUs). `host`:
-    buffers in host memory and gloo, slower but without NCCL between trainers and engines. `auto`: `host` where the two
+    buffers in host memory and TCP, slower but without NCCL between trainers and engines. `auto`: `host` where the two
     share GPUs, else `device`."""
     check_finite: bool = False
     """Refuse to publish a weight that is NaN or Inf; costs a pass over the weights for each version."""

@@ -4,6 +4,7 @@
 |---|---|---|
 | library | the first rank of either side that joined | Library |
 | member/M | member M | it is about to connect to all the others at once (NCCL only) |
+| listens/M | member M, an engine rank | Listens (TCP only) |
 | ready/N/R | engine rank R | EngineReady: it waits for update N |
 | sending/N/S | trainer rank S | Announced: its first message of update N is on its way |
 | sent/N/S | trainer rank S | it read every parameter before any could change |
@@ -32,6 +33,16 @@ class Library(msgspec.Struct, frozen=True):
     """What carries the messages of a rank."""
 
     name: str
+    rank: str
+
+
+class Listens(msgspec.Struct, frozen=True):
+    """Where trainer ranks connect to an engine rank."""
+
+    host: str
+    port: int
+    secret: str
+    """What they show it, in hexadecimal."""
     rank: str
 
 

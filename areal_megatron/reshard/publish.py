@@ -527,7 +527,7 @@ class _Sending:
         """Address of a buffer → the message that was sent from it last."""
         self._direct: list[Message] = []
         self._aside: list[tuple[Message, Tensor]] = []
-        """Heads and changes; gloo does not keep what it sends."""
+        """Heads and changes; a carrier does not keep what it sends."""
         self._whole_bytes, self._looked_s = 0, 0.0
         self._costs: list[Cost] = []
 

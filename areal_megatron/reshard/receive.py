@@ -106,6 +106,8 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
 
         Raises LayoutError if vLLM's parameters differ from the layout's.
         """
+        if self._inlet:
+            self._inlet.close()
         parallel, problem = self.parallel_config, ""
         tp, dp = parallel.tensor_parallel_size, parallel.data_parallel_size
         sizes = EngineSizes(tp, dp, parallel.enable_expert_parallel)
@@ -148,6 +150,8 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     def shutdown(self) -> None:
         if self._update:
             self._update.abandon()
+        if self._inlet:
+            self._inlet.close()
         self._inlet = self._update = None
 
     def _refuse(self, error: type[Exception], problem: str) -> bool:

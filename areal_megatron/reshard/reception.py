@@ -93,6 +93,11 @@ class Inlet:
             link.say_failed(update, reason)
             link.abort()
 
+    def close(self) -> None:
+        """Ends the connections of a generation that carries nothing any more; its updates fail."""
+        if link := self.link:
+            link.close()
+
     def _bind(self, plan: Plan, in_groups: bool) -> None:
         self.digest = plan.order(in_groups)
         buckets = plan.received_by(self.shard.rank)
@@ -177,7 +182,7 @@ class Reception:
         live.turn += 1
         link.say(f"ready/{n}/{inlet.shard.rank}", EngineReady(inlet.digest, to_check, live.publication))
         senders = sorted({arrival.bucket.source for arrival in arrivals})
-        # A posted gloo receive ends only with its message or its timeout, so none is posted before its sender sends.
+        # A receive that is posted ends only with its message or its timeout, so none is before its sender sends.
         sending = {f"sending/{n}/{source}": f"trainer rank {source} to send update {n}" for source in senders}
         said = [link.decode(s, Announced) for s in link.wait(sending, self._deadline, update=n, stop=self._stop)]
         tells_changes = {source for source, one in zip(senders, said, strict=True) if one.how != "whole"}

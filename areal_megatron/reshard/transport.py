@@ -1,9 +1,8 @@
 """One link: the trainer ranks that send to one engine and the ranks of this engine, for one generation.
 
-Weights travel by a carrier (carriers/): a process group of the link's own, gloo or NCCL, or TLS streams to an engine at
-another site. What the ranks have to tell each other they write under keys of the trainers' TCPStore (messages.py). A
-group in which anything failed is never used again: gloo's pairs are unusable after a timeout, so the controller gives
-the link a new generation.
+Weights travel by a carrier (carriers/): a process group of the link's own, NCCL, or TCP streams, which are TLS to an
+engine at another site. What the ranks have to tell each other they write under keys of the trainers' TCPStore
+(messages.py). A carrier with which anything failed is never used again: the controller gives the link a new generation.
 
 `reshard.timeout_s` is how long one update may take. Every limit of an update is derived from it:
 
@@ -13,9 +12,8 @@ the link a new generation.
 | an optimizer step that waits until the parameters have been read | timeout_s + 1 s | publish.Transmission |
 | an engine rank, from /start_weight_update until it has its last message | timeout_s | reception.Reception |
 | connecting to the store; an operation of an NCCL group | timeout_s | carriers/base.py, carriers/nccl.py |
-| connecting to an engine at another site; an answer about its keys | timeout_s | carriers/streams.py, carriers/tls.py |
+| connecting over TCP or TLS; an answer about the keys of an engine at another site | timeout_s | carriers/streams.py |
 | a member that waits for the others, or for the name of NCCL's group | the update's own | `Link.meet` |
-| one attempt of gloo to connect a pair of ranks; it makes TRIES | timeout_s / TRIES | carriers/gloo.py |
 | the controller, which waits for the trainers' report | 2 × timeout_s | controller/updates.py |
 
 The controller waits twice as long because trainers that are alive report the end of their own limit; its limit passes

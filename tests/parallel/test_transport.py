@@ -5,8 +5,10 @@ import json
 import multiprocessing
 import os
 import queue
+import random
 import threading
 import time
+from collections import Counter
 
 import pytest
 import torch
@@ -292,6 +294,33 @@ def test_update_that_was_never_started_fails_by_name(world):
         f"link to engine 0, generation {world.generations[0]}: waited 5 s in vain for engine rank 0 to start "
         "update 1, engine rank 1 to start update 1"
     )
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("update", ["full", "delta"])
+def test_no_moment_at_which_a_link_fails_ends_a_process(forks, tmp_path, update):
+    """Limits of milliseconds, which pass while ranks connect, and while messages are half over."""
+    world, moments, failed = World(forks, tmp_path, update=update), random.Random(3), {0, 1}
+    ends = Counter()
+    for version in range(1, 301):
+        for engine in failed:
+            world.join(engine)
+        limit = moments.choice([moments.uniform(0.003, 0.06), TIMEOUT_S])
+        assert all(trainer.ask(timeout_s=limit) == {"ok": True} for trainer in world.trainers)
+        for engine in (0, 1):
+            world.start(engine)
+        world.publish(version, [0, 1])
+        world.overwrite()
+        found = world.deliveries(2)
+        ends.update(bool(event["error"]) for event in found)
+        failed = {event["engine"] for event in found if event["error"]}
+        for engine in (0, 1):
+            if engine not in failed:
+                world.assert_committed(engine, version)
+            else:
+                assert all(rank.ask(abort=True) == {"ok": True} for rank in world.engines[engine])
+    assert min(ends[True], ends[False]) > 100, "both ends come about"
+    world.close()
 
 
 def test_trainer_that_dies_leaves_the_engine_on_its_old_weights(world):

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from areal_megatron.reshard.carriers.base import Carrier, LinkEnd
-from areal_megatron.reshard.carriers.gloo import Gloo
 from areal_megatron.reshard.carriers.host import Host, HostTls
 from areal_megatron.reshard.carriers.nccl import Nccl
+from areal_megatron.reshard.carriers.tcp import Tcp
 from areal_megatron.reshard.carriers.tls import Tls
 
 
 def _of_device(end: LinkEnd) -> Carrier:
-    return Gloo(end) if end.device.type == "cpu" else Nccl(end)
+    return Tcp(end) if end.device.type == "cpu" else Nccl(end)
 
 
 CARRIERS: dict[str, Callable[[LinkEnd], Carrier]] = {"device": _of_device, "host": Host}

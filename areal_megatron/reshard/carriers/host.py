@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from areal_megatron.reshard.carriers.base import Carrier, Deadline, LinkEnd
-from areal_megatron.reshard.carriers.gloo import Gloo
+from areal_megatron.reshard.carriers.tcp import Tcp
 from areal_megatron.reshard.carriers.tls import Tls
 from areal_megatron.reshard.copies import settle
 
@@ -59,8 +59,8 @@ class ThroughHost(Carrier):
         return wire[: flat.nbytes].view(flat.dtype)
 
 
-class Host(ThroughHost, Gloo):
-    """gloo, through the memory of the host."""
+class Host(ThroughHost, Tcp):
+    """TCP, through the memory of the host."""
 
 
 class HostTls(ThroughHost, Tls):

@@ -1,22 +1,25 @@
-"""Links to an engine at another site: TLS streams in place of a process group and of the trainers' store.
+"""Streams between trainer ranks and engine ranks, which carry the messages of a link in place of a process group.
 
-Each rank of such an engine listens at a port of its own; trainer ranks connect to it, one stream each:
+Each engine rank listens, and trainer ranks connect to it, one stream each:
 
 | stream | from | what it carries |
 |---|---|---|
-| keys | trainer rank 0 | the rank's requests for keys of the link (transport.py), one after another, and the answers |
+| keys | trainer rank 0, to an engine | the rank's requests for keys of the link (transport.py), one after another, |
+| | at another site | and the answers |
 | member M | trainer rank that sends to it, member M of the link | messages, each after its tag and its length |
 
-Both sides show the credentials of the run before anything is read (credentials.py). Then the trainer rank says for
-which link the stream is. A message must have the tag and the length that the receiver expects next, and a request a
-length within bounds: no memory is taken because a peer says so. A stream that fails is never used again, and the link
-with it.
+Within a site they are TCP, and a trainer rank shows a secret that the engine rank has put into the trainers' store. To
+another site they are TLS, and both sides show the credentials of the run (credentials.py). Nothing else is read before.
+Then the trainer rank says for which link the stream is. A message must have the tag and the length that the receiver
+expects next, and a request a length within bounds: no memory is taken because a peer says so. A stream that fails is
+never used again, and the link with it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import hmac
 import logging
 import queue
 import socket
@@ -50,9 +53,13 @@ _LONGEST = 1 << 20
 """Most bytes of a request for keys, or of an answer."""
 _PIECE = 1 << 20
 """Most bytes that are handed to OpenSSL at a time."""
+_TIMEVAL = struct.Struct("@ll")
+"""Seconds and microseconds, as the kernel has them."""
 _WELCOME = b"\1"
 _ENDED = "the link has ended"
 _AGAIN_S = 0.2
+Trust = ssl.SSLContext | bytes
+"""By what the two ends of a stream know each other: the run's credentials, or a secret of the link."""
 
 
 class _Greeting(msgspec.Struct):
@@ -84,29 +91,31 @@ def _left(until: float) -> float:
 
 
 class Stream:
-    """One connection whose other end has shown the credentials. One thread reads or writes at a time; any may end it.
+    """A TCP connection whose other end has shown the secret. One thread reads or writes at a time; any may end it.
 
     Everything raises OSError once it has failed.
     """
 
-    def __init__(self, connection: socket.socket, tls: ssl.SSLContext, is_server: bool):
+    def __init__(self, connection: socket.socket):
         """Takes over a connection, over which nothing has been said yet."""
         self._connection = connection
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         keep_alive(connection)
-        self._connection = tls.wrap_socket(connection, is_server, do_handshake_on_connect=False)
+
+    @classmethod
+    def of(cls, connection: socket.socket, trust: Trust, is_server: bool) -> Stream:
+        """Returns the stream of a connection by what its ends know each other."""
+        return _Secret(connection, trust, is_server) if isinstance(trust, bytes) else _Tls(connection, trust, is_server)
 
     def shake_hands(self, until: float) -> None:
-        """Returns when the other end has shown the credentials; to be called before anything else."""
-        self._connection.settimeout(_left(until))
-        self._connection.do_handshake()
+        """Returns when the other end has shown that it belongs to the run; to be called before anything else."""
+        raise NotImplementedError
 
     def write(self, *parts: bytes | memoryview) -> None:
         """Returns when the parts are on their way."""
         self._connection.settimeout(None)
         for part in parts:
-            for start in range(0, len(part), _PIECE):
-                self._connection.sendall(part[start : start + _PIECE])
+            self._connection.sendall(part)
 
     def read(self, place: memoryview, until: float | None) -> None:
         """Fills `place`; until: by that time of the monotonic clock."""
@@ -114,11 +123,23 @@ class Stream:
         while done < len(place):
             if until is not None and until <= time.monotonic():
                 raise TimeoutError("timed out")
-            self._connection.settimeout(None if until is None else _left(until))
-            count = self._connection.recv_into(place[done:][:_PIECE])
+            count = self._receive(place[done:], until)
             if not count:
                 raise ConnectionError("the other end has closed the stream")
             done += count
+
+    def _receive(self, place: memoryview, until: float | None) -> int:
+        """Fills `place`, or a part of it. Returns the number of bytes."""
+        # One call into the kernel for all of it, with the kernel's timeout: after each, a thread waits for the
+        # interpreter, which the engine's own may hold for milliseconds.
+        left = 0.0 if until is None else _left(until)
+        limit = _TIMEVAL.pack(int(left), int(left % 1 * 1e6))
+        self._connection.settimeout(None)
+        self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        try:
+            return self._connection.recv_into(place, 0, socket.MSG_WAITALL)
+        except BlockingIOError:
+            raise TimeoutError("timed out") from None
 
     def read_bounded(self, until: float | None) -> bytes:
         """Returns what `write_bounded` has written at the other end."""
@@ -147,11 +168,50 @@ class Stream:
         self._connection.close()
 
 
+class _Secret(Stream):
+    """One whose trainer rank shows a secret."""
+
+    def __init__(self, connection: socket.socket, secret: bytes, is_server: bool):
+        super().__init__(connection)
+        self._secret, self._is_server = secret, is_server
+
+    def shake_hands(self, until: float) -> None:
+        if not self._is_server:
+            self.write(self._secret)
+            return
+        shown = bytearray(len(self._secret))
+        self.read(memoryview(shown), until)
+        if not hmac.compare_digest(shown, self._secret):
+            raise ConnectionError("another secret than the link's")
+
+
+class _Tls(Stream):
+    """One over TLS, whose ends both show credentials."""
+
+    def __init__(self, connection: socket.socket, tls: ssl.SSLContext, is_server: bool):
+        super().__init__(connection)
+        self._connection = tls.wrap_socket(connection, is_server, do_handshake_on_connect=False)
+
+    def shake_hands(self, until: float) -> None:
+        self._connection.settimeout(_left(until))
+        self._connection.do_handshake()
+
+    def write(self, *parts: bytes | memoryview) -> None:
+        self._connection.settimeout(None)
+        for part in parts:
+            for start in range(0, len(part), _PIECE):
+                self._connection.sendall(part[start : start + _PIECE])
+
+    def _receive(self, place: memoryview, until: float | None) -> int:
+        self._connection.settimeout(None if until is None else _left(until))
+        return self._connection.recv_into(place[:_PIECE])
+
+
 class Listener:
     """Where an engine rank takes the streams of trainer ranks. Raises OSError if it cannot listen there."""
 
-    def __init__(self, host: str, port: int, tls: ssl.SSLContext):
-        self._tls = tls
+    def __init__(self, host: str, port: int, trust: Trust):
+        self._trust = trust
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, port), family=family, backlog=_MOST_STRANGERS)
         self.port = self._socket.getsockname()[1]
@@ -203,7 +263,7 @@ class Listener:
                 time.sleep(_AGAIN_S)
                 continue
             try:
-                stream = Stream(connection, self._tls, is_server=True)
+                stream = Stream.of(connection, self._trust, is_server=True)
             except OSError:  # it has gone again
                 connection.close()
                 continue
@@ -247,27 +307,31 @@ class Dialer:
 
     def dial(self, rank: int, link: str, role: str, until: float) -> Stream:
         """Returns a stream for `role` of `link`. Raises OSError."""
-        port = self._port + 1 + rank
-        where = f"engine rank {rank} at {join_address(self._host, port)}"
-        try:
-            connection = socket.create_connection((self._host, port), _left(until))
-        except OSError as e:
-            raise ConnectionError(f"cannot reach {where}: {first_line(e)}") from None
-        try:
-            stream = Stream(connection, self._tls, is_server=False)
-            stream.shake_hands(until)
-            stream.write_bounded(_encode(_Greeting(link, role)))
-            stream.read(memoryview(bytearray(len(_WELCOME))), until)  # a server refuses a client after its handshake
-        except OSError as e:
-            connection.close()
-            raise ConnectionError(
-                f"{where} and this trainer rank do not know each other, or were cut off: {first_line(e)}"
-            ) from None
-        return stream
+        return dial(self._host, self._port + 1 + rank, f"engine rank {rank}", self._tls, link, role, until)
+
+
+def dial(host: str, port: int, who: str, trust: Trust, link: str, role: str, until: float) -> Stream:
+    """Returns a stream to where `who` listens, for `role` of `link`. Raises OSError."""
+    where = f"{who} at {join_address(host, port)}"
+    try:
+        connection = socket.create_connection((host, port), _left(until))
+    except OSError as e:
+        raise ConnectionError(f"cannot reach {where}: {first_line(e)}") from None
+    try:
+        stream = Stream.of(connection, trust, is_server=False)
+        stream.shake_hands(until)
+        stream.write_bounded(_encode(_Greeting(link, role)))
+        stream.read(memoryview(bytearray(len(_WELCOME))), until)  # a server refuses a client after its handshake
+    except OSError as e:
+        connection.close()
+        raise ConnectionError(
+            f"{where} and this trainer rank do not know each other, or were cut off: {first_line(e)}"
+        ) from None
+    return stream
 
 
 class Streams:
-    """Carries the messages of one rank of a link, in place of a process group. Messages of a pair arrive in the order
+    """Carries the messages of one rank of a link. Messages of a pair arrive in the order
     in which they were sent, and must be received in it. `open_stream` returns the stream of a member, by a time of the
     monotonic clock; it raises OSError."""
 

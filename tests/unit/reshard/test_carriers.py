@@ -86,7 +86,7 @@ def test_two_carriers_that_do_not_meet_say_so(pools, folder):
     link._link = "device"
     link.join(1)
     _, error = link.deliver(1)
-    assert " has gloo, but " in error or " has files, but " in error
+    assert " has TCP, but " in error or " has files, but " in error
 
 
 def test_every_carrier_is_a_choice_of_reshard_link():

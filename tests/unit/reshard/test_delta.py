@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from areal_megatron.models.architecture import read_config
-from areal_megatron.reshard.carriers.gloo import Gloo
 from areal_megatron.reshard.carriers.nccl import Nccl
+from areal_megatron.reshard.carriers.streams import Stream
+from areal_megatron.reshard.carriers.tcp import Tcp
 from areal_megatron.reshard.changes import bits, decode, zstd
 from areal_megatron.reshard.copies import bind, pack, unpack
 from areal_megatron.reshard.edits import Places
@@ -415,7 +416,7 @@ def looks(monkeypatch):
 
 
 def test_auto_keeps_and_compares_nothing_over_a_fast_link(pools, monkeypatch, looks):
-    monkeypatch.setattr(Gloo, "outruns_looks", True)
+    monkeypatch.setattr(Tcp, "outruns_looks", True)
     monkeypatch.setattr(Choice, "measured", lambda self, size, seconds, whole=Choice.measured: whole(self, size, 1.0))
     link = pools(sizes={"tp": 2}, tp=1, update="auto")
     sent = []
@@ -429,7 +430,7 @@ def test_auto_keeps_and_compares_nothing_over_a_fast_link(pools, monkeypatch, lo
 
 
 def test_delta_sends_changes_over_a_fast_link(pools, monkeypatch, looks):
-    monkeypatch.setattr(Gloo, "outruns_looks", True)
+    monkeypatch.setattr(Tcp, "outruns_looks", True)
     link = pools(sizes={"tp": 2}, tp=1, update="delta")
     whole = link.update(1).bytes
     link.train(stepped(link.tensors, 0.01, seed=1))
@@ -485,7 +486,7 @@ def test_an_update_of_changes_that_fails_is_followed_by_a_whole_one(pools, monke
 
 def test_a_link_that_cannot_be_measured_is_named_in_one_line(pools, monkeypatch):
     """auto goes by the time of a whole version, of which none has arrived."""
-    monkeypatch.setattr(Link, "receive", lambda *_: time.sleep(5))
+    monkeypatch.setattr(Stream, "write", lambda *_: time.sleep(5))
     link = pools(sizes={}, tp=1, update="auto", timeout_s=2)
     _, error = link.deliver(1)
     assert error.endswith(

@@ -25,14 +25,15 @@ from tests.support.reshard_oracle import write_model
 
 
 class RecordedNccl:
-    """Stands for torch's ProcessGroupNCCL: chooses communicators as it does, and carries messages over gloo.
+    """Stands for torch's ProcessGroupNCCL: chooses communicators as it does, and carries messages within the process.
 
     ProcessGroupNCCL.cpp, torch 2.13: a message that is neither batched nor sent after eager_connect_single_device gets
     a communicator of its pair; all others use that of the device, for which each member asks the store.
     """
 
     made: list
-    keys: dist.Store
+    mail: dict
+    """(sender, receiver, tag) → the messages on their way."""
     hangs = False
     """Whether its messages never end, as those to a peer that is gone."""
     ending_s = 0.0
@@ -49,7 +50,7 @@ class RecordedNccl:
         self.environment = {name: os.environ.get(name) for name in carriers.nccl.SETTINGS}
         self.communicators, self.under_way, self.most = Counter(), 0, 0
         self.looks, self.aborted = [], None
-        self._eager, self._gloo = False, carriers.gloo.group(self.keys, rank, size, 20.0)
+        self._eager = False
         self.made.append(self)
 
     def eager_connect_single_device(self, device):
@@ -60,27 +61,29 @@ class RecordedNccl:
         self._eager = True
 
     def send(self, tensors, peer, tag):
-        return self._work(peer, self._gloo.send(tensors, peer, tag))
+        self.mail[self.rank, peer, tag].put(tensors[0].clone())
+        return self._work(peer, lambda timeout: None)
 
     def recv(self, tensors, peer, tag):
-        return self._work(peer, self._gloo.recv(tensors, peer, tag))
+        letters = self.mail[peer, self.rank, tag]
+        return self._work(peer, lambda timeout: tensors[0].copy_(letters.get(timeout=timeout.total_seconds())))
 
     def abort(self):
         time.sleep(self.ending_s)
         self.aborted = time.monotonic()
 
-    def _work(self, peer, work):
+    def _work(self, peer, take):
         self.communicators["device" if self._eager else tuple(sorted((self.rank, peer)))] += 1
         self.under_way += 1
         self.most = max(self.most, self.under_way)
-        return Work(work, inf if self.hangs else time.monotonic() + self.takes_s, self)
+        return Work(take, inf if self.hangs else time.monotonic() + self.takes_s, self)
 
 
 class Work:
     """Stands for torch's WorkNCCL, which does not hold the group either."""
 
-    def __init__(self, work, ready, group):
-        self._work, self._ready, self._group = work, ready, weakref.proxy(group)
+    def __init__(self, take, ready, group):
+        self._take, self._ready, self._group = take, ready, weakref.proxy(group)
         self._looks = group.looks
         self._looks.append(0)
         self._number = len(self._looks) - 1
@@ -91,13 +94,13 @@ class Work:
 
     def wait(self, timeout):
         assert time.monotonic() >= self._ready, "torch's wait comes after the message, or it holds up the GPU's queue"
-        self._work.wait(timeout)
+        self._take(timeout)
         self._group.under_way -= 1
 
 
 @pytest.fixture
 def nccl(monkeypatch):
-    recorded = type("ProcessGroupNCCL", (RecordedNccl,), {"made": [], "keys": dist.HashStore()})
+    recorded = type("ProcessGroupNCCL", (RecordedNccl,), {"made": [], "mail": defaultdict(queue.Queue)})
     monkeypatch.setattr(dist, "ProcessGroupNCCL", recorded, raising=False)
     monkeypatch.setitem(carriers.CARRIERS, "device", carriers.Nccl)
     monkeypatch.setattr(carriers.nccl, "library", lambda: "NCCL 2.29.7")
@@ -391,7 +394,7 @@ def test_a_message_of_another_release_is_one_line(pools, said):
 
 
 def test_two_ends_that_go_through_different_memory_still_meet(pools):
-    """gloo carries both kinds, so a setting that differs costs a copy and no more."""
+    """TCP carries both kinds, so a setting that differs costs a copy and no more."""
     link = pools(sizes={"tp": 2}, tp=1, link="host")
     link._link = "device"
     link.join(1)

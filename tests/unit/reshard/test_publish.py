@@ -7,7 +7,6 @@ from dataclasses import asdict
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from areal_megatron.config import ReshardConfig
 from areal_megatron.observe.timeline import Timeline
@@ -69,16 +68,6 @@ def test_parameters_that_are_not_the_layouts_are_refused(parameters):
         LayoutError, match=r"trainer rank 0: decoder.final_layernorm.weight has shape \[63\], expected \[64\]"
     ):
         publisher(parameters)
-
-
-def test_a_link_uses_the_network_interface_that_the_run_uses(monkeypatch):
-    """Without one it would take the address of this machine's name, which may be 127.0.0.1."""
-    arguments = dist.HashStore(), 0, 1, 5.0
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    carriers.gloo.group(*arguments)
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none0")
-    with pytest.raises(RuntimeError, match="none0"):
-        carriers.gloo.group(*arguments)
 
 
 @pytest.mark.parametrize("first", ["trainer", "engine"])

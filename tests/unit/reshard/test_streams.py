@@ -1,4 +1,4 @@
-"""Links to an engine at another site: the same updates over TLS, and what strangers, liars and cuts come to."""
+"""Streams of links: the same updates over TLS to another site, and what strangers, liars and cuts come to."""
 
 import contextlib
 import socket
@@ -13,12 +13,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from areal_megatron.reshard import carriers
 from areal_megatron.reshard.carriers import streams
-from areal_megatron.reshard.carriers.streams import Dialer, Listener, RemoteKeys, Stream, Streams, serve_keys
+from areal_megatron.reshard.carriers.base import LinkEnd, Members
+from areal_megatron.reshard.carriers.streams import Dialer, Listener, RemoteKeys, Stream, Streams, dial, serve_keys
 from areal_megatron.run.credentials import Credentials, new_credentials
+from areal_megatron.run.network import address, join_address
 from tests.support.probing import probed
 
 LINK = "10.0.0.1:1 0/1"
+SECRET = bytes(range(32))
 SOON = timedelta(seconds=20)
 
 
@@ -56,11 +60,15 @@ def soon():
     return time.monotonic() + 20
 
 
-@pytest.fixture
-def ends(listener, credentials):
+@pytest.fixture(params=["TLS", "TCP"])
+def ends(request, credentials):
     """Both ends of a stream: the trainer's, and the engine's."""
-    dialed = dialer(listener, credentials).dial(0, LINK, "member 0", soon())
-    return dialed, listener.take(LINK, "member 0", soon())
+    shown, asked = (credentials.calling(), credentials.listening()) if request.param == "TLS" else (SECRET, SECRET)
+    listener = Listener("127.0.0.1", 0, asked)
+    listener.begin(LINK)
+    dialed = dial("127.0.0.1", listener.port, "engine rank 0", shown, LINK, "member 0", soon())
+    yield dialed, listener.take(LINK, "member 0", soon())
+    listener.close()
 
 
 def changed(tensors, number):
@@ -158,6 +166,35 @@ def test_nothing_of_a_stranger_is_decoded(listener, credentials, others, decoded
         listener.take(LINK, "member 0", time.monotonic() + 0.2)
     assert decoded == []
     assert "refused a stream from 127.0.0.1" in caplog.text
+
+
+@pytest.mark.parametrize("shown", [bytes(32), SECRET[:31], b""])
+def test_nothing_of_a_stranger_without_the_secret_is_decoded(decoded, caplog, shown):
+    listener = Listener("127.0.0.1", 0, SECRET)
+    listener.begin(LINK)
+    with socket.create_connection(("127.0.0.1", listener.port)) as connection:
+        connection.settimeout(20)
+        connection.sendall(shown)
+        connection.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(ConnectionError):
+            assert not connection.recv(1)
+    with pytest.raises(ConnectionError, match=r"engine rank 0 at 127\.0\.0\.1:\d+ and this trainer rank do not know"):
+        dial("127.0.0.1", listener.port, "engine rank 0", bytes(32), LINK, "member 0", soon())
+    assert decoded == [] and "refused a stream from 127.0.0.1" in caplog.text
+    dial("127.0.0.1", listener.port, "engine rank 0", SECRET, LINK, "member 0", soon())
+    listener.close()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", address("auto")])
+def test_an_engine_rank_listens_in_the_network_of_the_trainers_store(host):
+    end = LinkEnd(engine=0, generation=1, store=join_address(host, 29500), device=torch.device("cpu"), timeout_s=20.0)
+    keys, engine = dist.HashStore(), carriers.carrier_of(end)
+    engine.join(keys, Members([0], 1), 1)
+    told = msgspec.json.decode(keys.get("listens/1"))
+    assert told["host"] == socket.gethostbyname(host)
+    engine.close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((told["host"], told["port"]))
 
 
 def test_a_server_of_another_run_learns_nothing(credentials, others):
@@ -308,8 +345,9 @@ def test_deadlines(ends):
         trainer.send([torch.zeros(1)], 0, 9).wait(SOON)
 
 
-def test_a_new_generation_ends_the_streams_of_the_last(listener, ends, credentials):
-    _, engine = carried(ends)
+def test_a_new_generation_ends_the_streams_of_the_last(listener, credentials):
+    dialed = dialer(listener, credentials).dial(0, LINK, "member 0", soon())
+    _, engine = carried([dialed, listener.take(LINK, "member 0", soon())])
     message = engine.recv([torch.zeros(10)], 0, 7)
     threading.Timer(0.2, listener.begin, ["the next"]).start()
     with pytest.raises(RuntimeError):

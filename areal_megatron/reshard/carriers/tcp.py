@@ -1,0 +1,70 @@
+"""Messages between CPUs of one site, by TCP streams (streams.py).
+
+gloo, which would carry them too, ends the whole process in a thread of its own when two ranks connect after one of them
+has given up a message (torch 2.13: Pair::handleEvents), and a link that fails must end nothing but itself.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+
+import msgspec
+import torch.distributed as dist
+
+from areal_megatron.process.errors import first_line
+from areal_megatron.reshard.carriers.base import Carrier, Members
+from areal_megatron.reshard.carriers.streams import Listener, Stream, Streams, dial
+from areal_megatron.reshard.messages import Listens
+from areal_megatron.run.network import split_address
+
+_SECRET_BYTES = 32
+
+
+class Tcp(Carrier):
+    """A stream for each pair of members. Engine ranks listen, trainer ranks dial."""
+
+    library = "TCP"
+    group: Streams | None = None
+    _listener: Listener | None = None
+
+    def join(self, keys: dist.Store, members: Members, member: int) -> None:
+        self._keys, self._member = keys, member
+        self._name = f"{self.end.store} {self.end.engine}/{self.end.generation}"
+        if member >= len(members.senders):
+            secret, host = secrets.token_bytes(_SECRET_BYTES), _own_address(self.end.store)
+            self._listener = Listener(host, 0, secret)
+            self._listener.begin(self._name)
+            listens = Listens(host, self._listener.port, secret.hex(), members.name(member))
+            keys.set(_key(member), msgspec.json.encode(listens).decode())
+        self.group = Streams(self._open, self.end.timeout_s)
+
+    def close(self) -> None:
+        if self.group:
+            self.group.end()
+        if self._listener:
+            self._listener.close()
+
+    def _open(self, peer: int, until: float) -> Stream:
+        """Returns the stream to or from a member. Raises OSError."""
+        if self._listener:
+            return self._listener.take(self._name, f"member {peer}", until)
+        try:  # an engine rank listens before it says that it is ready, for which the link has waited
+            told = msgspec.json.decode(self._keys.get(_key(peer)), type=Listens)
+        except (RuntimeError, msgspec.MsgspecError) as e:
+            raise ConnectionError(f"where member {peer} listens is not known: {first_line(e)}") from None
+        secret = bytes.fromhex(told.secret)
+        return dial(told.host, told.port, told.rank, secret, self._name, f"member {self._member}", until)
+
+
+def _key(member: int) -> str:
+    return f"listens/{member}"
+
+
+def _own_address(store: str) -> str:
+    """Returns the address of this machine in the network in which it reaches the trainers' store."""
+    host, port = split_address(store)
+    family, kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)  # of a datagram socket: sends nothing
+        return probe.getsockname()[0]
