@@ -219,7 +219,7 @@ def test_an_engine_that_weights_do_not_reach_holds_the_trainers_twice_and_no_mor
             assert held == {0.0, float(whole.version)}, "whole and of one version; 0 is the vocabulary's padding"
             assert fleet.engines[1].status.state == "ready"
 
-    asyncio.run(asyncio.wait_for(play(), 90))
+    asyncio.run(asyncio.wait_for(play(), 300))
 
 
 def test_an_engine_that_gives_up_holds_the_trainers_for_a_moment(tmp_path, monkeypatch):
@@ -234,7 +234,7 @@ def test_an_engine_that_gives_up_holds_the_trainers_for_a_moment(tmp_path, monke
             assert fleet.engines[1].status.state == "unreached" and whole.version == 4
             broken.complaint = ""
 
-    asyncio.run(asyncio.wait_for(play(), 90))
+    asyncio.run(asyncio.wait_for(play(), 300))
 
 
 def test_an_added_engine_that_trainers_cannot_reach_does_not_end_the_run(tmp_path):
@@ -266,7 +266,7 @@ def test_an_added_engine_that_trainers_cannot_reach_does_not_end_the_run(tmp_pat
             assert [engine.name for engine in fleet.engines] == ["engine-0", "engine-1"]
             assert whole.version == fleet.engines[0].version and fleet.engines[1].version == -1
 
-    asyncio.run(asyncio.wait_for(play(), 90))
+    asyncio.run(asyncio.wait_for(play(), 300))
 
 
 def test_an_engine_that_begins_without_weights_is_asked_nothing_before_they_have_arrived(tmp_path):
@@ -295,4 +295,4 @@ def test_an_engine_that_begins_without_weights_is_asked_nothing_before_they_have
                 await asyncio.sleep(1)
                 assert not schedule.engines and fleet.engines[0].status.state == "waiting for weights"
 
-    asyncio.run(asyncio.wait_for(play(), 90))
+    asyncio.run(asyncio.wait_for(play(), 300))

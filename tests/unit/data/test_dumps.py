@@ -197,7 +197,7 @@ def test_a_disk_that_hangs_costs_the_dump_and_not_the_run(folder, tmp_path, capl
         os.close(reader)
 
     with caplog.at_level(logging.ERROR):
-        asyncio.run(asyncio.wait_for(play(), 20))
+        asyncio.run(asyncio.wait_for(play(), 300))
     assert "batch 1 is not kept: the one before is still being written" in caplog.text
 
 

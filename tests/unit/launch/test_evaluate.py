@@ -460,7 +460,7 @@ def test_a_run_is_evaluated_as_it_evaluates_itself(world, tmp_path, workflow):
         return found
 
     with Folder(tmp_path / "out", evaluation.settings(*evaluation.models)) as folder:
-        found = asyncio.run(asyncio.wait_for(both(folder), 60))
+        found = asyncio.run(asyncio.wait_for(both(folder), 300))
         result = evaluate.result_of(list(folder.answers.values()), evaluation.n, evaluation.ks, evaluation.files)
     assert apart.asked == inside.asked and (len(apart.asked) > 12) == (workflow != "single_turn")
     assert found["too_long"] == 1 and result["items"] == found["items"] == 4

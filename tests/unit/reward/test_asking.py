@@ -58,7 +58,7 @@ def scored(tmp_path):
                 await pool.close()
 
         try:
-            return asyncio.run(asyncio.wait_for(started(), 90))
+            return asyncio.run(asyncio.wait_for(started(), 300))
         finally:
             engine.stop()
 

@@ -81,7 +81,7 @@ def scored(tmp_path, function, completions, answer="right", score="grouped:score
         finally:
             await workers.close()
 
-    return asyncio.run(asyncio.wait_for(run(), 60))
+    return asyncio.run(asyncio.wait_for(run(), 300))
 
 
 @pytest.mark.usefixtures("functions")

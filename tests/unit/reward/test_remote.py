@@ -172,7 +172,7 @@ def test_answers_wait_for_a_service_that_is_away(url, kind, caplog, monkeypatch)
         finally:
             await pool.close()
 
-    assert asyncio.run(asyncio.wait_for(scores(), 60)) == ([[2.0, 2.0]] * 3, 0)
+    assert asyncio.run(asyncio.wait_for(scores(), 300)) == ([[2.0, 2.0]] * 3, 0)
     assert caplog.text.count("s for their scores") == 1
 
 
@@ -186,7 +186,7 @@ def test_a_service_that_stays_away_ends_the_run(caplog):
             await pool.close()
 
     with pytest.raises(RunError, match=r"away for \d+ s \(reward.away_s\): .*Cannot connect to host 127.0.0.1:1"):
-        asyncio.run(asyncio.wait_for(scores(), 60))
+        asyncio.run(asyncio.wait_for(scores(), 300))
 
 
 @pytest.mark.parametrize(
