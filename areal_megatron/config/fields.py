@@ -506,8 +506,8 @@ class ReshardConfig:
 @dataclass
 class CheckpointConfig:
     every: int = key(20, at_least=0)
-    """Updates between checkpoints; the last update is saved too. 0: no checkpoints. Default: 20 (docs/scale.md, "When
-    nodes fail"), and 200 for supervised runs, whose steps take seconds."""
+    """Updates between checkpoints; the last update is saved too. 0: no checkpoints. Default: 20 (docs/measurements.md,
+    "When nodes fail"), and 200 for supervised runs, whose steps take seconds."""
     keep: int = key(2, at_least=1)
     """How many of the newest stay; older ones are removed once a newer one is complete."""
     keep_every: int = key(0, at_least=0)

@@ -3,7 +3,7 @@
 Prints which process gets which slots, the memory of the fullest ranks and the size of a checkpoint. All it needs of the
 model is config.json, which it fetches if model.path names a model on the hub. Exit code 2 if the run cannot work, with
 one line that says what to change. With --best it first searches the sizes with which the run is fastest on the cluster
-(docs/scale.md), and plans those. Imports neither torch nor vllm, and so works on a laptop or a login node.
+(docs/measurements.md), and plans those. Imports neither torch nor vllm, and so works on a laptop or a login node.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Simulates a run without starting it: `areal simulate CONFIG [key=value …] --gpu h800 --median 7600`.
 
 The run's own decisions (admission, forming and packing batches, the senders of weights) on times predicted from the
-GPU's rates (docs/scale.md). Of the model it needs config.json. Answers have lognormal lengths, or with --lengths-of the
-lengths trained by a run with rollout.dump=true. Exit code 2 with one line and the remedy if the run cannot work.
-Imports neither torch nor vllm.
+GPU's rates (docs/measurements.md). Of the model it needs config.json. Answers have lognormal lengths, or with
+--lengths-of those trained by a run with rollout.dump=true. Exit code 2 with one line and the remedy if the run cannot
+work. Imports neither torch nor vllm.
 """
 
 from __future__ import annotations

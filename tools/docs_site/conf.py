@@ -74,7 +74,6 @@ CONTENTS = {
         "graders",
         "published_runs",
         "measurements",
-        "scale",
     ],
     "How it works": [
         "design",

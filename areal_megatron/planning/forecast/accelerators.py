@@ -115,7 +115,7 @@ def accelerator(name: str) -> Accelerator:
     near = difflib.get_close_matches(name.lower(), ACCELERATORS, n=1, cutoff=0)[0]
     raise ConfigError(
         f"--gpu {name}: not known; the nearest name is {near}, of {', '.join(ACCELERATORS)}; for another GPU give a "
-        f"file, --gpu my_gpu.json, with {', '.join(_RATES)} (docs/scale.md)"
+        f"file, --gpu my_gpu.json, with {', '.join(_RATES)} (docs/measurements.md)"
     )
 
 
