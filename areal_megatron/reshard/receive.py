@@ -107,7 +107,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         Raises LayoutError if vLLM's parameters differ from the layout's.
         """
         if self._inlet:
-            self._inlet.close()
+            self._inlet.end()
         parallel, problem = self.parallel_config, ""
         tp, dp = parallel.tensor_parallel_size, parallel.data_parallel_size
         sizes = EngineSizes(tp, dp, parallel.enable_expert_parallel)
@@ -151,7 +151,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         if self._update:
             self._update.abandon()
         if self._inlet:
-            self._inlet.close()
+            self._inlet.end()
         self._inlet = self._update = None
 
     def _refuse(self, error: type[Exception], problem: str) -> bool:

@@ -43,6 +43,7 @@ class Inlet:
         self.updates = 0
         self.broken = ""
         self.link: Link | None = None
+        self._ended = False
         self.arrivals: list[Arrival] = []
         self.digest = ""
         self.groups: list[list[int]] = []
@@ -69,6 +70,8 @@ class Inlet:
                 members = Members.of(plan)
                 self.link.join(members, members.engine(shard.rank))
                 self._bind(plan, info.may_send_changes)
+                if self._ended:
+                    self.link.abort()
             except Exception as e:  # a thread's traceback would be lost
                 self.break_link(1, f"{self.name}: cannot join: {e}")
 
@@ -93,10 +96,11 @@ class Inlet:
             link.say_failed(update, reason)
             link.abort()
 
-    def close(self) -> None:
+    def end(self) -> None:
         """Ends the connections of a generation that carries nothing any more; its updates fail."""
+        self._ended = True
         if link := self.link:
-            link.close()
+            link.abort()
 
     def _bind(self, plan: Plan, in_groups: bool) -> None:
         self.digest = plan.order(in_groups)

@@ -114,6 +114,8 @@ class Pools:
             link=self._link,
             may_send_changes=self._update != "full",
         )
+        for inlet in self.inlets:
+            inlet.end()
         self.inlets = [Inlet(shard, info, log=lambda _: None) for shard in self.shards]
 
     def start(self):

@@ -108,6 +108,8 @@ def engine(setup) -> None:
         command = json.loads(line)
         try:
             if "join" in command:
+                if inlet:
+                    inlet.end()
                 info = LinkInfo(
                     engine=setup["engine"],
                     generation=command["join"],

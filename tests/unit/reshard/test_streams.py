@@ -197,6 +197,18 @@ def test_an_engine_rank_listens_in_the_network_of_the_trainers_store(host):
         socket.create_connection((told["host"], told["port"]))
 
 
+def test_a_generation_that_another_replaces_listens_no_more(pools):
+    link = pools(sizes={}, tp=1)
+    link.join(1)
+    link.update(1)
+    listener = link.inlets[0].link.carrier._listener
+    link.join(2)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", listener.port))
+    link.update(2, generation=2)
+    link.assert_committed()
+
+
 def test_a_server_of_another_run_learns_nothing(credentials, others):
     """Not even for which link the stream is."""
     with socket.create_server(("127.0.0.1", 0)) as server:
