@@ -30,6 +30,8 @@ _RAISED = re.compile(r"^[^\W\d][\w.]*(:|$)")
 _AFTERWARDS = re.compile(r"^(Exception ignored |Error in atexit)")
 """What precedes the traceback of an error of a process that ends already."""
 _SAID = re.compile(r"^(?:[\w.-]+: )?error: (.+)|^(Fatal Python error: .+)|^  what\(\):  (.+)|^\S*python[\d.]*: (.+)")
+_ABORTED = "Fatal Python error: Aborted"
+"""What follows the reason that a library in C++ gives."""
 _POINTS_UP = re.compile(r"\babove\b|ExceptionGroup|EngineDeadError")
 """Errors that only say that there has been another."""
 _VARYING = re.compile(r"[\w.+-]*\d[\w.+-]*|\btmp\w{8}\b|\b([KMGT]i?B|nan|inf)\b")
@@ -174,7 +176,7 @@ def cause(text: str) -> str:
             within = False
             if not (found and (late or _POINTS_UP.search(line))):
                 found = f"{line} {next(lines, '').strip()}" if line.endswith(":") else line
-        elif not within and (said := _SAID.match(line)):
+        elif not within and (said := _SAID.match(line)) and not (found and line == _ABORTED):
             found = next(filter(None, said.groups()))
         before = line
     return printable(found.strip(), _LONGEST_CAUSE)

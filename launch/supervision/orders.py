@@ -156,7 +156,12 @@ def start_order(
         command += ["--incarnation", str(run.incarnation)]
     if process.pool != "controller":
         command += ["--index", str(process.index)]
-    settings = {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    settings = {
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONFAULTHANDLER": "1",  # a crash in a library's own code leaves the stacks of all threads in the log
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+    }
     if site:
         settings |= site.settings
     if process.pool in SERVED:

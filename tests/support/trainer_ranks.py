@@ -18,6 +18,7 @@ RANKS = "tests.support.ranks"
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
+    "PYTHONFAULTHANDLER": "1",
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # looking for a GPU must not open it before the fork
     "TRANSFORMERS_VERBOSITY": "error",
 }

@@ -15,6 +15,15 @@ from areal_megatron.launch.supervision.processes import Children, Log
 
 FAILED = Failure("trainer-0", 1, Path("log"), "", "ValueError: rank 3 at 0x7f00 after 1.5 s")
 
+ABORTED = """
+import faulthandler, os, sys
+print("terminate called after throwing an instance of 'gloo::EnforceNotMet'", file=sys.stderr)
+print("  what():  [enforce fail at pair.cc:680] ex_ == nullptr. ", file=sys.stderr, flush=True)
+faulthandler.enable()
+os.abort()
+"""
+"""What a library in C++ writes, and then Python's handler."""
+
 
 def written_by(code):
     """What Python itself writes."""
@@ -31,6 +40,7 @@ def written_by(code):
         ("import sys; sys.exit('error: trainer.tp: 3 does not divide 8')", "trainer.tp: 3 does not divide 8"),
         ("import argparse; argparse.ArgumentParser('areal').parse_args(['--no'])", "unrecognized arguments: --no"),
         ("import faulthandler, os; faulthandler.enable(); os.abort()", "Fatal Python error: Aborted"),
+        (ABORTED, "[enforce fail at pair.cc:680] ex_ == nullptr."),
         ("raise ValueError('\\n  the folder is missing')", "ValueError: the folder is missing"),
         ("class Ärger(Exception): pass\nraise Ärger('x')", "Ärger: x"),
         ("import os, sys; os.execv(sys.executable, ['python3', '-m', 'nosuch'])", "No module named nosuch"),
