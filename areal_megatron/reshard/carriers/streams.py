@@ -91,7 +91,7 @@ def _left(until: float) -> float:
 
 
 class Stream:
-    """A TCP connection whose other end has shown the secret. One thread reads or writes at a time; any may end it.
+    """A TCP connection to an end that belongs to the run. One thread reads or writes at a time; any may end it.
 
     Everything raises OSError once it has failed.
     """
@@ -211,7 +211,7 @@ class Listener:
     """Where an engine rank takes the streams of trainer ranks. Raises OSError if it cannot listen there."""
 
     def __init__(self, host: str, port: int, trust: Trust):
-        self._trust = trust
+        self._trust, self._closed = trust, False
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, port), family=family, backlog=_MOST_STRANGERS)
         self.port = self._socket.getsockname()[1]
@@ -247,6 +247,7 @@ class Listener:
 
     def close(self) -> None:
         """Stops listening and ends all streams."""
+        self._closed = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -257,7 +258,7 @@ class Listener:
             try:
                 connection, (peer, *_) = self._socket.accept()
             except OSError as e:
-                if self._socket.fileno() < 0:
+                if self._closed:
                     return
                 log.warning("no stream can be accepted: %s", e.strerror)  # out of descriptors, perhaps for a moment
                 time.sleep(_AGAIN_S)

@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from areal_megatron.config import ReshardConfig
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.reshard.carriers.base import LinkError
+from areal_megatron.reshard.carriers.streams import Listener
 from areal_megatron.reshard.engine_layout import EngineSizes
 from areal_megatron.reshard.plan import Planner
 from areal_megatron.reshard.publish import Publisher, TrainerRank
@@ -124,7 +125,9 @@ def engine(setup) -> None:
                 )
                 inlet = Inlet(shard, info, log=lambda text: None)
             elif "start" in command:
-                if command["start"]:
+                if command["start"] == "deaf":  # to whoever connects from now on
+                    Listener._greet = lambda *_: time.sleep(3600)
+                elif command["start"]:
                     _at_second_message(command["start"])
                 update = Reception(inlet, after=update)
             elif "abort" in command:

@@ -141,7 +141,7 @@ def publisher_of(subject: Trainer, timeline: Path, on_delivered: OnDelivered) ->
 
 
 def start_engine(subject: Trainer, folder: Path) -> subprocess.Popen:
-    """Starts an engine that has joined its link and will hang when it is about to receive its second message."""
+    """Starts an engine that has joined its link and takes no message: what is small would fit into the network."""
     setup = {
         "role": "engine",
         "engine": 0,
@@ -165,7 +165,7 @@ def start_engine(subject: Trainer, folder: Path) -> subprocess.Popen:
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert json.loads(engine.stdout.readline()) == {"up": True}
-    for command in ({"join": 1}, {"start": "hang"}):
+    for command in ({"join": 1}, {"start": "deaf"}):
         engine.stdin.write(json.dumps(command) + "\n")
         assert json.loads(engine.stdout.readline()) == {"ok": True}
     return engine
