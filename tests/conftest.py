@@ -28,7 +28,7 @@ TRAINERS = {"areal_megatron.train", "areal_megatron.supervised"}
 def world(tmp_path_factory):
     """Folder with the demo's untrained model and data."""
     folder = tmp_path_factory.mktemp("world")
-    subprocess.run([sys.executable, ROOT / "tools" / "make_arithmetic.py", folder], check=True, timeout=120)
+    subprocess.run([sys.executable, ROOT / "tools" / "make_arithmetic.py", folder], check=True, timeout=500)
     return folder
 
 
@@ -41,7 +41,7 @@ def of_family(world):
         if not folder.exists():
             command = "import sys; from tools.make_arithmetic import save_model; from pathlib import Path; "
             command += "save_model(Path(sys.argv[1]), 1, sys.argv[2])"
-            subprocess.run([sys.executable, "-c", command, folder, family], cwd=ROOT, check=True, timeout=120)
+            subprocess.run([sys.executable, "-c", command, folder, family], cwd=ROOT, check=True, timeout=500)
         return folder
 
     return make

@@ -53,7 +53,7 @@ def test_an_engine_joins_and_the_first_one_leaves(local_run, world, tmp_path):
         started.wait_for(lambda: engine(run, "engine-1").version > 0)
         first = psutil.Process(started.pid("engine-0"))
         leaving = [first, *first.children(recursive=True)]
-        subprocess.run([*ENGINES, "drain", run.folder, "engine-0"], cwd=ROOT, check=True, timeout=120)
+        subprocess.run([*ENGINES, "drain", run.folder, "engine-0"], cwd=ROOT, check=True, timeout=500)
         started.wait_for(lambda: not left_over(leaving, 0.1), 30)
         reached = read_status(run).version
         started.wait_for(lambda: read_status(run).version > reached + 2)

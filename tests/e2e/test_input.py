@@ -119,7 +119,7 @@ def test_code_rewards_where_nothing_isolates_programs(world, tmp_path):
     data.write_text(json.dumps({"prompt": "1+1=", "answer": {"inputs": ["1"], "outputs": ["2"]}}) + "\n")
     arguments = arguments_of(world, tmp_path, "reward.function=code", f"data.train={data}", "data.eval=")
     code = f"{WITHOUT_NAMESPACES}\nfrom launch import local\nraise SystemExit(local.main({arguments!r}))"
-    process = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    process = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=500)
     assert process.returncode == 2
     _expect_one_line(process.stderr, ["reward.function", "cannot be isolated", "unshare"])
     assert not (tmp_path / "x").exists()

@@ -62,7 +62,7 @@ def assert_bounded(run):
 
 def drain_the_near_one(run):
     """From here on the far engine generates alone."""
-    subprocess.run([*ENGINES, "drain", str(run.folder), "engine-0"], cwd=ROOT, check=True, timeout=120)
+    subprocess.run([*ENGINES, "drain", str(run.folder), "engine-0"], cwd=ROOT, check=True, timeout=500)
 
 
 @pytest.mark.soak  # two to three minutes

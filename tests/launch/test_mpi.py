@@ -143,7 +143,7 @@ def test_a_slot_that_waits_for_its_folder_is_not_lost_and_goes_on(tmp_path):
     os.mkfifo(tmp_path / "log")
     command = [debian.openmpi().program("mpirun"), "-n", "2", sys.executable, "-c", WAITS_FOR_ITS_LOG, tmp_path / "log"]
     environment = debian.mpi_environment(os.environ | {"TMPDIR": "/tmp"})
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0 and "read started" in done.stdout, done.stderr
 
 
@@ -231,7 +231,7 @@ def test_with_one_visible_gpu_a_process_the_pools_take_all_of_them(tmp_path):
     """As with --gpus-per-task=1, where no process sees the GPUs of the others."""
     command = [debian.openmpi().program("mpirun"), "-n", "2", sys.executable, "-c", A_GPU_EACH, tmp_path / "run"]
     environment = debian.mpi_environment(os.environ | {"TMPDIR": "/tmp"})
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["trainer-0 by 0 on 5", "engine-0 by 1 on 6"]
 

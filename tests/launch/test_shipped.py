@@ -239,7 +239,7 @@ def dry_run(hub, folder, script, *keys, **variables):
         env=os.environ | {"HF_ENDPOINT": hub.address, "HF_HOME": str(folder)} | variables,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=500,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -63,7 +63,7 @@ def caller(environment, packages, tmp_path_factory):
 
     def call(*arguments: object, code: int = 0, program: str = "python") -> str:
         command = [environment / "bin" / program, *map(str, arguments)]
-        done = subprocess.run(command, cwd=empty, env=variables, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command, cwd=empty, env=variables, capture_output=True, text=True, timeout=500)
         assert done.returncode == code, done.stderr
         assert "Traceback" not in done.stderr
         return done.stdout or done.stderr
@@ -109,7 +109,7 @@ def run(world, tmp_path_factory):
 def pip(python, *arguments) -> None:
     command = [python, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments]
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
 
 

@@ -107,7 +107,7 @@ def locale(request, tmp_path_factory):
 
 
 def said(locale, folder, *command):
-    done = subprocess.run([sys.executable, "-m", *command], cwd=folder, env=locale, capture_output=True, timeout=120)
+    done = subprocess.run([sys.executable, "-m", *command], cwd=folder, env=locale, capture_output=True, timeout=500)
     assert b"Traceback" not in done.stderr, done.stderr.decode(errors="replace")[-2000:]
     return done.returncode, done.stdout, done.stderr
 

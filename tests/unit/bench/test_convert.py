@@ -37,7 +37,7 @@ def test_chunks_cover_each_tensor_once_and_tensor_parallel_ranks_have_parts():
 def test_figures_of_a_repetition_belong_together(tmp_path):
     arguments = {"--parameters": "1e7", "--repetitions": "1", "--json": tmp_path / "figures", "--out": tmp_path / "out"}
     command = [sys.executable, ROOT / "tools/bench/convert.py", *(x for pair in arguments.items() for x in pair)]
-    printed = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout.splitlines()
+    printed = subprocess.run(command, check=True, capture_output=True, text=True, timeout=500).stdout.splitlines()
     report = json.loads((tmp_path / "figures").read_text())
     tensors, _ = bench_convert.chunks_of(bench_convert.config_of(1e7))
     assert report.pop("checkpoint_gb") * 1e9 == pytest.approx(2 * sum(map(prod, tensors.values())), rel=0.01)

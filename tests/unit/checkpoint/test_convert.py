@@ -251,7 +251,7 @@ def test_a_write_that_fails_leaves_nothing(checkpoint, hf_folder, tmp_path, dire
         env=dict(os.environ, PYTHONPATH=str(ROOT)),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=500,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)),
     )
     assert done.returncode == 2, done.stderr

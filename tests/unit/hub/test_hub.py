@@ -376,7 +376,7 @@ def test_commands_take_names_from_the_environment_of_a_user(server, model, world
     ]
     for command in commands:
         done = subprocess.run(
-            [sys.executable, "-m", *command], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120
+            [sys.executable, "-m", *command], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=500
         )
         assert done.returncode == 0 and "trainer-0" in done.stdout, done.stderr
     assert "model.safetensors" not in server.downloads() and not (tmp_path / "x").exists()

@@ -74,7 +74,7 @@ def expected():
 def mirror(run, name, *options, **environment):
     command = [sys.executable, "-m", "areal_megatron.observe.mirror", str(run.folder), name, *options]
     done = subprocess.run(
-        command, env=os.environ | environment, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL
+        command, env=os.environ | environment, capture_output=True, text=True, timeout=500, stdin=subprocess.DEVNULL
     )
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr
@@ -352,7 +352,7 @@ def test_a_server_that_is_not_there_is_named_without_its_password(tmp_path):
     run = make_run(tmp_path, UPDATES)
     server = {"MLFLOW_TRACKING_URI": f"http://user:{KEY}@127.0.0.1:9", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
     command = [sys.executable, "-m", "areal_megatron.observe.mirror", str(run.folder), "mlflow", "--online"]
-    done = subprocess.run(command, env=os.environ | server, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=os.environ | server, capture_output=True, text=True, timeout=500)
     assert done.returncode == 1 and "error: mlflow: " in done.stderr and "127.0.0.1" in done.stderr
     assert KEY not in done.stdout + done.stderr
     assert trackers.without_secrets(f"https://host/?write_token={KEY}&b=1") == "https://host/?write_token=…&b=1"

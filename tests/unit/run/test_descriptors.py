@@ -82,7 +82,7 @@ def test_the_launcher_refuses_before_it_starts_anything(world, tmp_path, more):
         ],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=500,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (256, 1024)),
     )
     assert done.returncode == 2, done.stderr

@@ -112,7 +112,7 @@ def contents(folder):
 def test_a_process_that_is_started_too_late_ends_with_one_line(run, module):
     run.begin()
     command = [sys.executable, "-m", module, "--run", run.folder, "--incarnation", "0"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
     assert done.returncode == 1 and done.stdout == ""
     assert "was started again by" in done.stderr.splitlines()[-1] and "Traceback" not in done.stderr
 

@@ -29,7 +29,7 @@ def explain(*arguments, code=0):
         capture_output=True,
         text=True,
         env={"PYTHONPATH": str(ROOT)},
-        timeout=120,
+        timeout=500,
     )
     assert done.returncode == code, done.stderr
     return done.stdout if code == 0 else done.stderr

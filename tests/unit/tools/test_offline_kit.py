@@ -30,7 +30,7 @@ def write_wheel(folder, name, contents):
 def kit(*arguments, **environment):
     command = [KIT, *map(str, arguments)]
     environment = {"PATH": "/usr/bin:/bin", "PYTHON": sys.executable, **environment}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=500)
 
 
 def test_packages_are_those_that_the_project_imports():

@@ -205,7 +205,7 @@ def test_pip_without_any_configuration(checkout, tmp_path):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=500,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[1].startswith(f"{TORCH}: 3 GB with CUDA's libraries")

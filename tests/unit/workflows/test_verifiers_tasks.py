@@ -50,7 +50,7 @@ def python(tmp_path_factory):
 def run(python, folder, *arguments):
     command = [python, FILE, *arguments]
     own = os.environ | {"PYTHONPATH": str(folder)}
-    return subprocess.run(command, env=own, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, env=own, capture_output=True, text=True, timeout=500)
 
 
 @pytest.mark.soak
