@@ -7,7 +7,7 @@ import sys
 import pytest
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.soak)])
 def test_both_ways_to_step_give_the_same_parameters(tmp_path, dtype):
     file = tmp_path / "figures.json"
     sizes = ["--elements", "20000", "--parameters", "7", "--dtype", dtype, "--repetitions", "2"]

@@ -14,7 +14,7 @@ from tools.bench import logprobs
 ROOT = Path(__file__).resolve().parents[3]
 
 
-@pytest.mark.parametrize("entropy", ["none", "gradient"])
+@pytest.mark.parametrize("entropy", [pytest.param("none", marks=pytest.mark.soak), "gradient"])
 def test_one_command_compares_three_ways(tmp_path, entropy):
     file = tmp_path / "report.json"
     sizes = ["--tokens", "300", "--vocabulary", "2000", "--full-tokens", "100", "--repetitions", "2"]
