@@ -1,4 +1,4 @@
-"""Weight updates between real processes over gloo: Megatron shards at TP2×PP2 to two engines of two ranks."""
+"""Weight updates between real processes over TCP: Megatron shards at TP2×PP2 to two engines of two ranks."""
 
 import hashlib
 import json
@@ -336,7 +336,7 @@ def test_trainer_that_dies_leaves_the_engine_on_its_old_weights(world):
 
 @pytest.fixture(scope="module")
 def delta_world(forks, tmp_path_factory):
-    world = World(forks, tmp_path_factory.mktemp("delta"), update="delta")
+    world = World(forks, tmp_path_factory.mktemp("delta"), timeout_s=60.0, update="delta")
     yield world
     world.close()
 
