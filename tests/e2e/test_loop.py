@@ -50,6 +50,7 @@ def test_a_program_samples_trains_saves_and_goes_back(keys, tmp_path, sizes):
             return max(np.abs(answer.logprobs - own).max() for answer, own in zip(found, told, strict=True))
 
         assert differences(0) < 1e-3
+        refused("this process has a policy already", lambda: areal.Policy("configs/tiny_cpu.yaml", name="other"))
         both = policy.sample(["12+34=", [4, 5, 13, 6]], n=2, seed=5)
         again = policy.sample(["12+34=", [4, 5, 13, 6]], n=2, seed=5)
         assert [a.tokens for group in both for a in group] == [a.tokens for group in again for a in group]
@@ -95,7 +96,6 @@ def test_a_program_samples_trains_saves_and_goes_back(keys, tmp_path, sizes):
 @pytest.mark.soak
 def test_wrong_input_costs_nothing(keys):
     with areal.Policy("configs/tiny_cpu.yaml", **keys) as policy, ThreadPoolExecutor() as pool:
-        refused("this process has a policy already", lambda: areal.Policy("configs/tiny_cpu.yaml", name="other"))
         refused("mode=driven has no critic", lambda: areal.load("configs/tiny_cpu.yaml", mode="driven", ppo=CRITIC))
         [[good]] = policy.sample(["1+2="])
         sampling = pool.submit(policy.sample, ["12+34="] * 20, n=8)  # beside all that follows
