@@ -145,7 +145,7 @@ class Batches:
         self._trainer_waits.start()
         groups = self._schedule.form_batch()
         if groups is None:
-            if self._schedule.stragglers():
+            if self._schedule.held_up_by is not None:
                 self._straggler.start()
             return
         self._trainer_waits.stop()

@@ -93,6 +93,10 @@ class Schedule:
         """Groups that were interrupted before this schedule was restored and that no engine has resumed yet."""
         self.finished: dict[int, Group] = {}
         self.training: list[Group] = []
+        self.held_up_by: int | None = None
+        """The deadline that no batch would meet until another unfinished group with it, or with an earlier one, ends;
+        None unless enough groups have finished for a batch. Thousands of groups are not gone through for each that ends
+        meanwhile."""
         self._admitted = 0
 
     def add_engine(self, engine: int, version: int) -> None:
@@ -209,17 +213,16 @@ class Schedule:
         """
         if self.training:
             raise ScheduleError(f"the batch of version {self.version} is still in training")
+        if self.held_up_by is not None or len(self.finished) < self.groups_per_batch:
+            return None
         batch = self._oldest_finished()
-        if len(batch) < self.groups_per_batch or self.late_without(batch):
+        if late := self.late_without(batch):
+            self.held_up_by = min(late)
             return None
         for group in batch:
             del self.finished[group.number]
         self.training = sorted(batch, key=lambda group: (group.epoch, group.prompt_id))
         return list(self.training)
-
-    def stragglers(self) -> int:
-        """Returns for how many unfinished groups a batch has to wait although enough groups have finished."""
-        return self.awaited()[0]
 
     def awaited(self) -> tuple[int, set[int]]:
         """Returns how many groups a batch still waits for to finish or leave N_r, and the candidates."""
@@ -323,6 +326,8 @@ class Schedule:
         if (running := self.running.pop(group.number, None)) is None:
             raise ScheduleError(f"group {group.number} (epoch {group.epoch}, prompt {group.prompt_id}) is not running")
         self._running_on[running.engine] -= 1
+        if self.held_up_by is not None and group.deadline <= self.held_up_by:
+            self.held_up_by = None
         return group
 
     def _take_training(self) -> list[Group]:

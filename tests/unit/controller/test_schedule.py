@@ -106,7 +106,7 @@ class World:
         batch = self.schedule.form_batch()
         self.awaited = self.schedule.awaited()
         if batch is None:
-            assert self.exact or len(self.finished) < self.groups_per_batch or self.schedule.stragglers() > 0
+            assert self.exact or len(self.finished) < self.groups_per_batch or self.awaited[0] > 0
             return False
         left = awaited - {group.number for group in (*self.running, *self.interrupted)}
         assert len(left) >= wanted, "a batch formed before as many as it waited for had ended"
@@ -230,7 +230,7 @@ class World:
         for group in self.running:
             self.schedule.finish(group)
         self.finished, self.running = self.finished + self.running, []
-        assert self.schedule.stragglers() == 0
+        assert self.schedule.awaited()[0] == 0
         for engine in self.schedule.engines:
             self.schedule.committed(engine, self.version)
             self.engines[engine] = self.version
@@ -340,7 +340,7 @@ def test_a_batch_waits_for_a_straggler_only_when_its_slack_is_used_up():
     for group in younger:
         it.finish(group)
     assert it.form_batch() is None
-    assert it.stragglers() == 1
+    assert it.awaited()[0] == 1
     it.finish(slow)
     assert it.form_batch() == [slow, quick[2]]
 
@@ -381,11 +381,11 @@ def test_a_batch_waits_for_as_many_stragglers_as_would_be_too_late():
     for group in [it.admit(0, 0, prompt) for prompt in range(6, 9)]:
         it.finish(group)
     assert it.form_batch() is None
-    assert it.awaited() == (2, {4, 5}) and it.stragglers() == 2
+    assert it.awaited() == (2, {4, 5}) and it.awaited()[0] == 2
     it.finish(old[4])
-    assert it.form_batch() is None and it.stragglers() == 1
+    assert it.form_batch() is None and it.awaited()[0] == 1
     it.finish(old[5])
-    assert it.stragglers() == 0 and it.form_batch() == old[3:]
+    assert it.awaited()[0] == 0 and it.form_batch() == old[3:]
 
 
 def test_a_filtered_group_makes_room_for_another():
