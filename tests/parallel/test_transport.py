@@ -23,6 +23,7 @@ SIZES = {"tp": 2, "pp": 2}
 ENGINE_TP = 2
 TIMEOUT_S = 5.0
 LONG_S = 16.0
+AMPLE_S = 60.0
 
 
 class Rank:
@@ -336,7 +337,7 @@ def test_trainer_that_dies_leaves_the_engine_on_its_old_weights(world):
 
 @pytest.fixture(scope="module")
 def delta_world(forks, tmp_path_factory):
-    world = World(forks, tmp_path_factory.mktemp("delta"), timeout_s=60.0, update="delta")
+    world = World(forks, tmp_path_factory.mktemp("delta"), timeout_s=AMPLE_S, update="delta")
     yield world
     world.close()
 
@@ -377,6 +378,8 @@ def test_changes_reach_engines_at_their_own_versions(delta_world):
 
 def test_an_engine_that_dies_among_changes_costs_its_link_only(delta_world):
     world = delta_world
+    assert all(trainer.ask(timeout_s=TIMEOUT_S) == {"ok": True} for trainer in world.trainers)
+    world.join(1)
     world.start(0)
     world.start(1, faults=("", "die"))
     world.publish(8, [0, 1])
@@ -384,6 +387,7 @@ def test_an_engine_that_dies_among_changes_costs_its_link_only(delta_world):
     good, bad = world.deliveries(2)
     assert not good["error"] and "engine 1" in bad["error"]
     world.assert_committed(0, 8)
+    assert all(trainer.ask(timeout_s=AMPLE_S) == {"ok": True} for trainer in world.trainers)
     world.restart(1)
     world.join(1)
     for engine in (0, 1):

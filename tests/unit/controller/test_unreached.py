@@ -33,7 +33,7 @@ from tests.support.link_store import open_store
 from tests.support.reshard_oracle import CONFIG
 
 BUCKET = 4000
-"""Elements of a message: dozens of them, of which only two fit into the buffers of the trainer."""
+"""Elements of a message: dozens of them."""
 TIMEOUT_S = 2.0
 TRIAL_S = 1.5
 STEP_S = 0.5
@@ -41,8 +41,8 @@ STEP_S = 0.5
 
 class StandInEngine:
     """The routes of an engine around the real end of a link. While it is `broken` it joins the link and says that it is
-    ready, but takes no message: as where a firewall is between the ports of the links. With a `complaint` it also says
-    at once that it has given up, as where connections are refused."""
+    ready, but no trainer gets through, as where a firewall is between the ports of the links. With a `complaint` it
+    also says at once that it has given up, as where connections are refused."""
 
     def __init__(self, broken=False, complaint=""):
         shapes = engine_layout.layout(CONFIG, EngineSizes(), 0).parameters
@@ -73,6 +73,7 @@ class StandInEngine:
                 self._inlet = Inlet(self._shard, info, log=lambda _: None)
             case "/start_weight_update" if self.broken:
                 await asyncio.to_thread(self._inlet._joining.join)
+                self._inlet.link.carrier._listener._greet = lambda *_: None  # who connects is never answered
                 self._inlet.link.say("ready/1/0", EngineReady(self._inlet.digest, "", None))
                 if self.complaint:
                     self._inlet.link.say_failed(1, self.complaint)
