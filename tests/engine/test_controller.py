@@ -87,7 +87,7 @@ def connect():
     clients = []
 
     def new(run, timeout_s=30):
-        clients.append(ControllerClient(run.endpoint("controller", 30), run.keys, "trainer-0", timeout_s))
+        clients.append(ControllerClient(run.endpoint("controller", 300), run.keys, "trainer-0", timeout_s))
         clients[-1].request(Hello(0))
         return clients[-1]
 

@@ -29,7 +29,7 @@ controller = subprocess.Popen(
     [sys.executable, "-m", "areal_megatron.controller.controller", "--run", run.folder], stderr=sys.stderr
 )
 atexit.register(controller.kill)
-client = ControllerClient(run.endpoint("controller", 60), run.keys, "trainer-0", 30)
+client = ControllerClient(run.endpoint("controller", 300), run.keys, "trainer-0", 30)
 client.request(Hello(0))
 version = 0
 
