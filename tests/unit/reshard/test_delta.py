@@ -486,6 +486,7 @@ def test_an_update_of_changes_that_fails_is_followed_by_a_whole_one(pools, monke
 
 def test_a_link_that_cannot_be_measured_is_named_in_one_line(pools, monkeypatch):
     """auto goes by the time of a whole version, of which none has arrived."""
+    monkeypatch.setattr(Link, "receive", lambda *_: time.sleep(5))
     monkeypatch.setattr(Stream, "write", lambda *_: time.sleep(5))
     link = pools(sizes={}, tp=1, update="auto", timeout_s=2)
     _, error = link.deliver(1)
