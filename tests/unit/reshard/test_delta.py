@@ -1,7 +1,7 @@
 """Updates of what has changed: bit by bit those of whole messages, and whole again where anything does not fit."""
 
 import random
-import time
+import threading
 from dataclasses import asdict
 
 import numpy as np
@@ -486,14 +486,18 @@ def test_an_update_of_changes_that_fails_is_followed_by_a_whole_one(pools, monke
 
 def test_a_link_that_cannot_be_measured_is_named_in_one_line(pools, monkeypatch):
     """auto goes by the time of a whole version, of which none has arrived."""
-    monkeypatch.setattr(Link, "receive", lambda *_: time.sleep(5))
-    monkeypatch.setattr(Stream, "write", lambda *_: time.sleep(5))
+    over = threading.Event()
+    monkeypatch.setattr(Link, "receive", lambda *_: over.wait(20))
+    monkeypatch.setattr(Stream, "write", lambda *_: over.wait(20))
     link = pools(sizes={}, tp=1, update="auto", timeout_s=2)
     _, error = link.deliver(1)
     assert error.endswith(
         "; reshard.update=auto cannot measure the link before a whole version has arrived within reshard.timeout_s=2: "
         "raise it if the link is that slow"
     )
+    over.set()
+    for inlet in link.inlets:
+        inlet.end()
     assert "\n" not in error
 
 
