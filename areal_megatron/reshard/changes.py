@@ -7,7 +7,7 @@ one, NaN and changes of sign included, and consecutive differences add up.
 
 Encoded changes are a head of fixed length and three parts, which may be compressed together:
 
-| part | bytes | what it is |
+| part | bytes | content |
 |---|---|---|
 | places | one for each change, and one more for every 255 elements in a row without one | gaps: 255 stands for 255 |
 | | | elements without a change, less is followed by a change. Where that is smaller, a bit for each element |

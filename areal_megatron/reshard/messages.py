@@ -43,7 +43,6 @@ class Listens(msgspec.Struct, frozen=True):
     port: int
     secret: str
     """What they show it, in hexadecimal."""
-    rank: str
 
 
 class EngineReady(msgspec.Struct, frozen=True):

@@ -2,7 +2,7 @@
 
 Each class has a partner on the engine's side:
 
-| trainer rank | engine rank | what they are |
+| trainer rank | engine rank | role |
 |---|---|---|
 | Publisher | Receiver (receive.py) | what the process itself calls, from its start to its end |
 | TrainerRank | Shard (staging.py) | what all links of the rank share |
@@ -13,7 +13,7 @@ Each class has a partner on the engine's side:
 With `reshard.update` `delta` or `auto`, what has changed since the version of an engine is sent in place of a message
 where that is less (published.py). Then a pair's messages go in groups, which come in segments:
 
-| part | elements | what it is |
+| part | elements | content |
 |---|---|---|
 | head | 4 × int64 | of how many messages the changes follow, their bytes, 1 if a whole message comes then, and the |
 | | | CRC-32 of all of the last message that has changes, as it is then, or −1 |

@@ -55,7 +55,7 @@ class Inlet:
 
         def join() -> None:
             try:
-                self.link = Link(
+                link = self.link = Link(
                     LinkEnd(
                         engine=info.engine,
                         generation=info.generation,
@@ -68,10 +68,10 @@ class Inlet:
                 )
                 plan = info.planner().plan(info.engine)
                 members = Members.of(plan)
-                self.link.join(members, members.engine(shard.rank))
+                link.join(members, members.engine(shard.rank))
                 self._bind(plan, info.may_send_changes)
-                if self._ended:
-                    self.link.abort()
+                if self._ended or self.broken:  # meanwhile: what was opened after that is closed here
+                    link.abort()
             except Exception as e:  # a thread's traceback would be lost
                 self.break_link(1, f"{self.name}: cannot join: {e}")
 

@@ -116,14 +116,20 @@ def check_network(host: str, machines: Collection[str]) -> None:
 
 
 def _routed() -> str:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # no machine's (RFC 5737); connecting a datagram socket sends nothing
-        except OSError:
-            raise ConfigError(
-                f"machine.host: auto, but {socket.gethostname()} has no default route; name an interface: "
-                f"{', '.join(sorted(psutil.net_if_addrs()))}"
-            ) from None
+    try:
+        return address_towards("192.0.2.1", 9)  # no machine's (RFC 5737)
+    except OSError:
+        raise ConfigError(
+            f"machine.host: auto, but {socket.gethostname()} has no default route; name an interface: "
+            f"{', '.join(sorted(psutil.net_if_addrs()))}"
+        ) from None
+
+
+def address_towards(host: str, port: int) -> str:
+    """Returns the IP address of this machine in the network in which it reaches `host`. Raises OSError."""
+    family, kind, *_, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(place)  # of a datagram socket: sends nothing
         return probe.getsockname()[0]
 
 

@@ -2,7 +2,7 @@
 
 Each engine rank listens, and trainer ranks connect to it, one stream each:
 
-| stream | from | what it carries |
+| stream | from | content |
 |---|---|---|
 | keys | trainer rank 0, to an engine | the rank's requests for keys of the link (transport.py), one after another, |
 | | at another site | and the answers |
@@ -332,9 +332,9 @@ def dial(host: str, port: int, who: str, trust: Trust, link: str, role: str, unt
 
 
 class Streams:
-    """Carries the messages of one rank of a link. Messages of a pair arrive in the order
-    in which they were sent, and must be received in it. `open_stream` returns the stream of a member, by a time of the
-    monotonic clock; it raises OSError."""
+    """Carries the messages of one rank of a link. Messages of a pair arrive in the order in which they were sent, and
+    must be received in it. `open_stream` returns the stream of a member, by a time of the monotonic clock; it raises
+    OSError."""
 
     def __init__(self, open_stream: Callable[[int, float], Stream], timeout_s: float):
         self._open, self._timeout_s = open_stream, timeout_s

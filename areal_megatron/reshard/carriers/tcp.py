@@ -7,7 +7,6 @@ has given up a message (torch 2.13: Pair::handleEvents), and a link that fails m
 from __future__ import annotations
 
 import secrets
-import socket
 
 import msgspec
 import torch.distributed as dist
@@ -16,7 +15,7 @@ from areal_megatron.process.errors import first_line
 from areal_megatron.reshard.carriers.base import Carrier, Members
 from areal_megatron.reshard.carriers.streams import Listener, Stream, Streams, dial
 from areal_megatron.reshard.messages import Listens
-from areal_megatron.run.network import split_address
+from areal_megatron.run.network import address_towards, split_address
 
 _SECRET_BYTES = 32
 
@@ -29,13 +28,13 @@ class Tcp(Carrier):
     _listener: Listener | None = None
 
     def join(self, keys: dist.Store, members: Members, member: int) -> None:
-        self._keys, self._member = keys, member
+        self._keys, self._members, self._member = keys, members, member
         self._name = f"{self.end.store} {self.end.engine}/{self.end.generation}"
         if member >= len(members.senders):
-            secret, host = secrets.token_bytes(_SECRET_BYTES), _own_address(self.end.store)
+            secret, host = secrets.token_bytes(_SECRET_BYTES), address_towards(*split_address(self.end.store))
             self._listener = Listener(host, 0, secret)
             self._listener.begin(self._name)
-            listens = Listens(host, self._listener.port, secret.hex(), members.name(member))
+            listens = Listens(host, self._listener.port, secret.hex())
             keys.set(_key(member), msgspec.json.encode(listens).decode())
         self.group = Streams(self._open, self.end.timeout_s)
 
@@ -53,18 +52,9 @@ class Tcp(Carrier):
             told = msgspec.json.decode(self._keys.get(_key(peer)), type=Listens)
         except (RuntimeError, msgspec.MsgspecError) as e:
             raise ConnectionError(f"where member {peer} listens is not known: {first_line(e)}") from None
-        secret = bytes.fromhex(told.secret)
-        return dial(told.host, told.port, told.rank, secret, self._name, f"member {self._member}", until)
+        who, secret = self._members.name(peer), bytes.fromhex(told.secret)
+        return dial(told.host, told.port, who, secret, self._name, f"member {self._member}", until)
 
 
 def _key(member: int) -> str:
     return f"listens/{member}"
-
-
-def _own_address(store: str) -> str:
-    """Returns the address of this machine in the network in which it reaches the trainers' store."""
-    host, port = split_address(store)
-    family, kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(address)  # of a datagram socket: sends nothing
-        return probe.getsockname()[0]
