@@ -48,10 +48,13 @@ def keys() -> str:
     for name, f, value, meaning in _documented(config.Config(environments=[config.EnvironmentConfig()])):
         section, _, leaf = name.rpartition(".")
         if is_dataclass(value):
-            sections[name], titles[name] = [], re.sub(r"\.\d+$", "[]", name)
+            title = re.sub(r"^served\.\w+$", "served.NAME", re.sub(r"\.\d+$", "[]", name))
+            if title in titles.values():
+                continue  # another model, with the same keys
+            sections[name], titles[name] = [], title
             if what := _linked(_own_docstring(type(value)) or meaning):
                 sections[name] += [what, ""]
-        elif not isinstance(value, list):
+        elif not isinstance(value, list) and section in sections:
             sections[section].append(_row(f"{titles[section]}.{leaf}" if section else leaf, leaf, name, f, meaning))
     for section, rows in sections.items():
         if not rows:
@@ -59,7 +62,8 @@ def keys() -> str:
         text = [row for row in rows if not row.startswith("|")]
         table = [row for row in rows if row.startswith("|")]
         lines += [f"## {titles[section]}", "", *text]
-        lines += ["| key | type | default | range | meaning |", "|---|---|---|---|---|", *table, ""]
+        if table:
+            lines += ["| key | type | default | range | meaning |", "|---|---|---|---|---|", *table, ""]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -99,7 +103,7 @@ def _row(shown: str, leaf: str, name: str, f: Field, meaning: str) -> str:
     span = ", ".join(f"`{choice}`" for choice in choices) or " and ".join(
         f"{limit} {value:,g}" if abs(value) < 1e6 else f"{limit} {value:.0f}" for limit, value in limits.items()
     )
-    needs = [f"only with `{name.removesuffix(f.name)}{needed}`"] if (needed := f.metadata.get("needs")) else []
+    needs = [f"only with `{shown.removesuffix(f.name)}{needed}`"] if (needed := f.metadata.get("needs")) else []
     span = "; ".join([span, *needs] if span else needs)
     return f"| `{shown}` | {kind} | {_default(name, f)} | {span} | {_cell(_linked(meaning))} |"
 

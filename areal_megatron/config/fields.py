@@ -655,7 +655,8 @@ class ServedModelConfig:
 
 @dataclass
 class ServedConfig:
-    """The models that are served beside the policy."""
+    """The models that are served beside the policy. NAME is `user`, `judge`, `teacher`, `teacher_2`, `teacher_3` or
+    `reward`."""
 
     user: ServedModelConfig = field(default_factory=ServedModelConfig)
     judge: ServedModelConfig = field(default_factory=ServedModelConfig)
