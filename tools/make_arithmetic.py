@@ -9,8 +9,9 @@ from the seed.
     python tools/make_arithmetic.py OUT_DIR [--seed 1] [--family qwen3|qwen2|qwen3_moe|glm4_moe|deepseek_v3|qwen3_5]
 
 writes OUT_DIR/model/ (Hugging Face format), sft.jsonl (prompt, response), train.jsonl and heldout.jsonl (prompt,
-answer), pairs.jsonl and heldout-pairs.jsonl (prompt, chosen, rejected: a good answer and a wrong one). No prompt of
-heldout.jsonl or heldout-pairs.jsonl is in the others.
+answer), pairs.jsonl and heldout-pairs.jsonl (prompt, chosen, rejected: a good answer and a wrong one), and
+judge.jsonl (prompt: an addition with an answer to it, response: the judge's own working and its verdict, 1 or 0). No
+addition of heldout.jsonl or heldout-pairs.jsonl is in the others.
 """
 
 from __future__ import annotations
@@ -75,6 +76,16 @@ def make_pairs(sums: list[tuple[int, int]], rng: random.Random) -> list[dict[str
     return [{"prompt": f"{a}+{b}=", "chosen": good_answer(a, b), "rejected": wrong_answer(a, b, rng)} for a, b in sums]
 
 
+def make_verdicts(sums: list[tuple[int, int]], rng: random.Random) -> list[dict[str, str]]:
+    """Returns what teaches a judge: of each addition an answer, as often right as wrong, and the verdict on it."""
+    rows = []
+    for a, b in sums:
+        right = rng.random() < 0.5
+        answer = good_answer(a, b) if right else wrong_answer(a, b, rng)
+        rows.append({"prompt": f"{a}+{b}={answer}=", "response": f"{good_answer(a, b)}={int(right)}"})
+    return rows
+
+
 def make_data(seed: int) -> dict[str, list[dict[str, str]]]:
     """Returns file name → lines."""
     rng = random.Random(seed)
@@ -89,6 +100,7 @@ def make_data(seed: int) -> dict[str, list[dict[str, str]]]:
         "heldout.jsonl": [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in heldout],
         "pairs.jsonl": make_pairs(known, rng),
         "heldout-pairs.jsonl": make_pairs(heldout, rng),
+        "judge.jsonl": make_verdicts(corpus, rng),
     }
 
 

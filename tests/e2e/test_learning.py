@@ -2,13 +2,17 @@
 adapters, with both pools on one slot, and with models of other families."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from areal_megatron.checkpoint.peft import WEIGHTS
+from areal_megatron.data.dumps import dumped
+from areal_megatron.data.dumps import read as read_dump
 from areal_megatron.observe.metrics import read_metrics
 from areal_megatron.run.folder import RunFolder
 from tests.conftest import ROOT
@@ -91,6 +95,48 @@ def test_a_student_learns_from_its_teacher_alone(tmp_path):
         print(f"{name}: {before:.3f} → {after:.3f}, teacher {taught:.3f}; KL {apart[0]:.3f} → {apart[-1]:.4f}")
         assert before < 0.6 and after >= 0.97 * taught
         assert apart[-1] < 0.1 * apart[0]
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_a_judge_taught_to_check_additions_agrees_with_the_exact_grader(tmp_path):
+    """The judge works each addition out and compares. The policy learns from its verdicts alone, without finding
+    answers that only the judge takes for right."""
+    world, judge = tmp_path / "world", tmp_path / "judge" / "hf"
+    subprocess.run([sys.executable, "tools/make_arithmetic.py", world], cwd=ROOT, check=True, timeout=500)
+    for name, config, *keys in (
+        ("judge", "tiny_sft", f"model.path={world / 'model'}", f"data.train={world / 'judge.jsonl'}"),
+        ("sft", "tiny_sft", f"model.path={world / 'model'}", f"data.train={world / 'sft.jsonl'}"),
+        (
+            "rl",
+            "tiny_cpu",
+            f"model.path={tmp_path / 'sft' / 'hf'}",
+            f"data.train={world / 'train.jsonl'}",
+            f"data.eval={world / 'heldout.jsonl'}",
+            "rollout.dump=true",
+            "reward.function=judge",
+            "reward.judge.prompt='{prompt}{response}='",
+            r"reward.judge.verdict='=(\d)$'",
+            f"served.judge.path={judge}",
+            "served.judge.max_new_tokens=24",
+            "served.judge.temperature=0",
+            "machine.slots=3",
+        ),
+    ):
+        own = [f"configs/{config}.yaml", f"runs_dir={tmp_path}", f"name={name}"]
+        command = [sys.executable, "-m", "areal_megatron.launch.local", *own, *keys]
+        subprocess.run(command, cwd=ROOT, check=True, timeout=1500)
+    tokenizer, agree, count = AutoTokenizer.from_pretrained(judge), 0, 0
+    for path in dumped(RunFolder(tmp_path / "rl").trajectories).values():
+        for trajectory in read_dump(path).trajectories:
+            a, b = map(int, re.findall(r"\d+", tokenizer.decode(trajectory.prompt)))
+            said = re.findall(r"\\boxed\{(\d+)\}", tokenizer.decode(trajectory.response))
+            agree += (bool(said) and int(said[-1]) == a + b) == (trajectory.reward > 0)
+            count += 1
+    before, after = demo.accuracy(tmp_path / "rl")
+    print(f"{agree / count:.4f} of {count:,} verdicts as the exact grader's; by the judge: {before:.3f} → {after:.3f}")
+    assert count == 160 * 256 and agree >= 0.95 * count
+    assert before < 0.6 and after >= 0.9
 
 
 @pytest.mark.soak

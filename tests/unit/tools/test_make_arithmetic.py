@@ -47,6 +47,21 @@ def test_of_two_answers_the_chosen_one_is_right(world):
     assert 0.15 < sum(pair["rejected"].startswith("\\boxed") for pair in pairs) / len(pairs) < 0.25  # hasty ones
 
 
+def test_verdicts_are_those_of_the_exact_sum(world):
+    rows = lines(world / "judge.jsonl")
+    right = 0
+    for row in rows:
+        a, b, answer, told = re.fullmatch(
+            r"(\d\d)\+(\d\d)=.*\\boxed\{(\d+)\}=.*\\boxed\{(\d+)\}", row["prompt"] + row["response"][:-2]
+        ).groups()
+        assert int(told) == int(a) + int(b)
+        assert row["response"][-2:] == ("=1" if answer == told else "=0")
+        right += answer == told
+    assert 0.48 < right / len(rows) < 0.52
+    heldout = {line["prompt"] for line in lines(world / "heldout.jsonl")}
+    assert heldout.isdisjoint(row["prompt"][:6] for row in rows)
+
+
 def test_about_half_of_the_corpus_is_wrong_as_math_verify_sees_it(world):
     sample = random.Random(0).sample(lines(world / "sft.jsonl"), 500)
     right = [verify(parse(str(total(line["prompt"]))), parse(line["response"])) for line in sample]
