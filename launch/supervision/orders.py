@@ -40,7 +40,8 @@ ON_CPU = {
 }
 """Environment of trainer ranks and engines on CPU."""
 _MOST_THREADS = 8
-"""Most OpenMP threads of a trainer rank on a GPU: its cores only pack batches and write checkpoints."""
+"""Most OpenMP threads of a trainer rank on a GPU, and compiling processes: its cores only pack batches and write
+checkpoints."""
 _MPI_VARIABLES = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "HYDRA_", "MPI_")
 
 
@@ -216,8 +217,10 @@ def _on_gpus(name: str, own: Mapping[str, str], cores: int) -> dict[str, str]:
     """The settings of a process that computes on GPUs and has `cores` cores of its node. Settings in the supervisor's
     environment `own` take precedence."""
     settings = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} | caches.settings()  # numbers mean what they do for nvidia-smi
-    if not is_server(name):  # vLLM chooses both for itself
+    if not is_server(name):  # vLLM chooses these for itself
         settings["OMP_NUM_THREADS"] = str(min(cores, _MOST_THREADS))
+        # each rank would start a compiling process for each core of the node, up to 32
+        settings["TORCHINDUCTOR_COMPILE_THREADS"] = settings["OMP_NUM_THREADS"]
         if "PYTORCH_CUDA_ALLOC_CONF" not in own:  # the older name of the same
             # otherwise micro-batches of varying length fragment the allocator
             settings["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"

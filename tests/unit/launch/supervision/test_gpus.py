@@ -137,6 +137,9 @@ def test_a_run_that_was_meant_for_gpus_is_never_on_cores(monkeypatch, device, fo
         assert "\n" not in str(error.value)
 
 
+CHOSEN = ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS", "PYTORCH_ALLOC_CONF")
+
+
 def run_config():
     made = Config(name="x", updates=1, model=ModelConfig(path="m"), data=DataConfig(train="t"))
     made.machine.device = "cuda"
@@ -148,7 +151,7 @@ def started(tmp_path, monkeypatch):
     """Starts a process of a run on these GPUs; returns its environment and its cores."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(caches.tempfile, "tempdir", None)
-    for name in ("OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_DEVICE_ORDER"):
+    for name in (*CHOSEN, "PYTORCH_CUDA_ALLOC_CONF", "CUDA_DEVICE_ORDER"):
         monkeypatch.delenv(name, raising=False)
     with Children() as children:
 
@@ -174,9 +177,10 @@ def test_trainers_on_gpus_have_their_share_of_threads_and_memory_that_grows(mach
     machine([",".join(map(str, own))] * 2)
     trainer, engine = started("trainer-0", 0, 1), started("engine-0", 0, 1)
     assert trainer["OMP_NUM_THREADS"] == str(min(8, max(1, len(own) // 2)))
+    assert trainer["TORCHINDUCTOR_COMPILE_THREADS"] == trainer["OMP_NUM_THREADS"]
     assert trainer["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
     assert trainer["CUDA_DEVICE_ORDER"] == engine["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
-    assert not {"OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF"} & engine.keys(), "vLLM chooses them"
+    assert not {*CHOSEN} & engine.keys(), "vLLM chooses them"
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
