@@ -14,7 +14,7 @@ from areal_megatron.data.prompts import Prompt
 from areal_megatron.process.errors import printable
 
 _SHOWN = 3
-"""So many rows of a kind are named."""
+"""Most rows of a kind that are named, but for repeated ones."""
 _NOTHING = {
     *("none", "null", "nil", "nan", "nat", "na", "n/a", "<na>", "#n/a", "unknown", "not available", "not given"),
     *("no answer", "missing", "tbd", "todo", "see solution", "see above", "see below", "omitted", "empty"),
@@ -96,14 +96,17 @@ def _value(answer: str) -> Any:
 
 
 def _repeated(key: str, again: Sequence[tuple[str, str]], rows: int, what: str) -> Iterable[str]:
-    return _line(key, again, rows, f"the {what} of an earlier row", lambda pair: f"{pair[0]}, which is {pair[1]} again")
+    def shown(pair: tuple[str, str]) -> str:
+        return f"{pair[0]}, which is {pair[1]} again"
+
+    return _line(key, again, rows, f"the {what} of an earlier row", shown, most=1)
 
 
-def _line(key: str, found: Sequence[Any], rows: int, what: str, shown: Any) -> Iterable[str]:
+def _line(key: str, found: Sequence[Any], rows: int, what: str, shown: Any, most: int = _SHOWN) -> Iterable[str]:
     if found:
-        named = "; ".join(map(shown, found[:_SHOWN]))
+        named = "; ".join(map(shown, found[:most]))
         yield f"data.{key}: {len(found):,} of {rows:,} rows {'have' if len(found) > 1 else 'has'} {what}: {named}" + (
-            "; …" if len(found) > _SHOWN else ""
+            "; …" if len(found) > most else ""
         )
 
 

@@ -34,8 +34,7 @@ def said(world, tmp_path):
 
 def test_repeated_prompts_are_counted(said):
     assert said([SIX] * 8) == [
-        "warning: data.train: 7 of 8 rows have the prompt and answer of an earlier row: d:2, which is d:1 again; "
-        "d:3, which is d:1 again; d:4, which is d:1 again; …"
+        "warning: data.train: 7 of 8 rows have the prompt and answer of an earlier row: d:2, which is d:1 again; …"
     ]
     again = SIX | {"prompt": " What is  6 times 7?\n", "reward_model": {"ground_truth": "42.0"}}
     assert said([SIX, {"prompt": "1", "answer": "1"}, again]) == [
