@@ -20,7 +20,10 @@ setup(
     python_requires=">=3.11",
     package_dir={"": "."},  # an editable install makes tools and tests importable too
     packages=find_packages(include=["areal_megatron*"]),  # launch/ too, by the link areal_megatron/launch
-    package_data={"areal_megatron.launch.page": ["page.html", "page.css", "page.js"]},
+    package_data={
+        "areal_megatron.launch": ["manifests/*.yaml"],
+        "areal_megatron.launch.page": ["page.html", "page.css", "page.js"],
+    },
     install_requires=[
         "aiohttp",
         "argcomplete",
