@@ -49,6 +49,8 @@ _POLL_S = 0.2
 _KEPT_LINES = 50
 """Lines of a program that an error may show."""
 _WRONG_INPUT, _STOPPED = 2, 75
+_STARTED = re.compile(r"^started (.+) for ", re.MULTILINE)
+"""What `areal engines add` says once it has names for its engines."""
 _END_S = 60.0
 
 
@@ -82,6 +84,8 @@ class Run:
         self._config = _file_of(config, self._moved, self._beside)
         self._overrides = [*_overrides(keys, self._moved)]
         self.config: Config = config_file.load(self._config, self._overrides)
+        self.engines = RunEngines(self.folder, self._program)
+        """Those that join and leave while the run goes on."""
 
     def start(self, *options: str, quiet: bool = False, tied: bool = False) -> None:
         """Starts the run on this machine, or resumes it, and returns when it has begun.
@@ -194,6 +198,51 @@ class Run:
         return _Program(name, arguments, self._paths, self._at, quiet, tied)
 
 
+class RunEngines:
+    """What `areal engines` does, for one run, which may have been started elsewhere: `run.engines`. How they are is in
+    `run.status.engines`.
+    """
+
+    def __init__(self, run: Path, program: Callable[..., _Program]):
+        self._run, self._program = str(run), program
+
+    def add(self, *options: str, quiet: bool = False) -> AddedEngines:
+        """Starts engines on this machine for the run, and returns when they have names; they join when they are ready.
+
+        `options`: those of `areal engines add`, such as "--count=1". What their launcher says is printed, unless
+        `quiet`. They go on after the end of this process, until the run is over. Raises ConfigError or RunFailed.
+        """
+        launcher = self._program("engines", "add", self._run, *options, quiet=quiet)
+        while not (said := _STARTED.search(launcher.last_lines)) and launcher.is_running:
+            time.sleep(_POLL_S)
+        said = said or _STARTED.search(launcher.wait())
+        return AddedEngines(said[1].split(", "), launcher)
+
+    def drain(self, *arguments: str) -> None:
+        """Has engines answer what they have been asked and leave; returns when they have.
+
+        `arguments`: those of `areal engines drain` after the run's folder, such as "engine-1". Raises ConfigError or
+        RunFailed.
+        """
+        self._program("engines", "drain", self._run, *arguments, quiet=True).wait()
+
+
+class AddedEngines:
+    """The engines of one call of `RunEngines.add`, and the launcher that looks after them."""
+
+    def __init__(self, names: list[str], launcher: _Program):
+        self.names, self._launcher = names, launcher
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Returns when all have been drained, or the run is over. Raises RunFailed or ConfigError if one has failed for
+        good, and TimeoutError."""
+        self._launcher.wait(timeout_s)
+
+    def kill(self) -> None:
+        """Ends them at once; their answers begin again elsewhere."""
+        self._launcher.end()
+
+
 class _Program:
     """A program of the command `areal` that runs. A thread keeps its last lines, and prints all unless `quiet`."""
 
@@ -228,6 +277,10 @@ class _Program:
     def is_running(self) -> bool:
         return self.process.poll() is None
 
+    @property
+    def last_lines(self) -> str:
+        return "\n".join(self._lines.copy())
+
     def wait(self, timeout_s: float | None = None) -> str:
         """Returns the last lines once it has ended. Raises ConfigError for wrong input, RunFailed if it has failed, and
         TimeoutError."""
@@ -237,7 +290,7 @@ class _Program:
             raise TimeoutError(f"not ended within {timeout_s:g} s") from None
         self._reader.join()
         if code in (0, _STOPPED):
-            return "\n".join(self._lines)
+            return self.last_lines
         errors = [line.removeprefix("error: ") for line in self._lines if line.startswith("error: ")]
         last = (errors or [line for line in self._lines if line] or [f"exit code {code}"])[-1]
         raise (ConfigError if code == _WRONG_INPUT else RunFailed)(last)

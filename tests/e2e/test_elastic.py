@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import psutil
 import pytest
 
+import areal_megatron as areal
 from areal_megatron.observe.metrics import read_metrics, read_status
 from areal_megatron.observe.status import EngineState, EngineStatus
 from areal_megatron.programs.audit import audit
@@ -42,27 +43,39 @@ def beside(output, *arguments):
         process.wait(30)
 
 
-def test_an_engine_joins_and_the_first_one_leaves(local_run, world, tmp_path):
+def test_an_engine_joins_and_the_first_one_leaves(local_run, world):
+    """From Python, which calls the command; the run was started elsewhere."""
     started = local_run("elastic", *small(world, **{"updates": 100000, "held_out": 4, "rollout.max_staleness": 2}))
     run = RunFolder(started.folder)
     started.wait_for(lambda: run.metrics.exists() and any(line["kind"] == "update" for line in read_metrics(run)))
     assert "engine-7: no such engine; the run has engine-0" in refused("drain", run.folder, "engine-7")
-    assert "no engine would be left" in refused("drain", run.folder, "engine-0")
+    python = areal.Run(run.config)
+    with pytest.raises(areal.ConfigError, match=r"^no engine would be left to generate; stop the run instead$"):
+        python.engines.drain("engine-0")
+    with pytest.raises(areal.ConfigError, match=r"^--listen: goes with --address"):
+        python.engines.add("--listen=127.0.0.1", quiet=True)
 
-    with beside(tmp_path / "added.out", "add", run.folder, "--count", 1) as added:
-        started.wait_for(lambda: engine(run, "engine-1").version > 0)
-        first = psutil.Process(started.pid("engine-0"))
-        leaving = [first, *first.children(recursive=True)]
-        subprocess.run([*ENGINES, "drain", run.folder, "engine-0"], cwd=ROOT, check=True, timeout=500)
-        started.wait_for(lambda: not left_over(leaving, 0.1), 30)
-        reached = read_status(run).version
-        started.wait_for(lambda: read_status(run).version > reached + 2)
-        started.wait_for(lambda: engine(run, "engine-1").running > 0)
-        assert engine(run, "engine-0").state == "drained"
-        run.stop.touch()
-        assert started.wait() == 75, started.output
-        assert added.wait(60) == 0
-    assert "started engine-1" in (tmp_path / "added.out").read_text()
+    added = python.engines.add("--count=1", quiet=True)
+    assert added.names == ["engine-1"]
+    started.wait_for(lambda: engine(run, "engine-1").version > 0)
+    first = psutil.Process(started.pid("engine-0"))
+    leaving = [first, *first.children(recursive=True)]
+    python.engines.drain("engine-0")
+    started.wait_for(lambda: not left_over(leaving, 0.1), 30)
+    reached = read_status(run).version
+    started.wait_for(lambda: read_status(run).version > reached + 2)
+    started.wait_for(lambda: engine(run, "engine-1").running > 0)
+    assert engine(run, "engine-0").state == "drained"
+    with pytest.raises(TimeoutError):
+        added.wait(timeout_s=0.1)
+
+    lost = python.engines.add("--count=1", quiet=True)
+    lost.kill()
+    with pytest.raises(areal.RunFailed, match=r"^interrupted: the engines have been ended$"):
+        lost.wait()
+    python.stop()
+    assert started.wait() == 75, started.output
+    added.wait(60)
     updates = [line for line in read_metrics(run) if line["kind"] == "update"]
     assert {line["engines_serving"] for line in updates} == {1, 2} and updates[-1]["groups_skipped"] == 0
     assert "engine-0 is drained: it is ended" in started.output
