@@ -71,6 +71,8 @@ class LoraConfig:
     start: str = key("", needs="rank")
     """Adapter to start from, PEFT's folder or OWNER/NAME[@REVISION] on the Hugging Face hub; its adapter_config.json
     must agree with the keys above. Empty: an adapter that changes nothing yet."""
+    adapters: int = key(1, at_least=1, at_most=64, needs="rank")
+    """How many adapters a program trains side by side (docs/loop.md); engines have room for as many at a time."""
     merge: bool = key(False, needs="rank")
     """Send engines whole weights, with the adapters added to them, instead of the adapters."""
 

@@ -257,6 +257,11 @@ def _check_lora(config: Config, require: Require) -> None:
     if not config.has_adapters:
         return
     require(
+        config.lora.adapters == 1 or config.is_driven,
+        "lora.adapters",
+        "several adapters are trained by programs alone (mode=driven); leave it out",
+    )
+    require(
         not (config.lora.start and config.lora.merge and config.rollout.first_weights == "model"),
         "rollout.first_weights",
         "model.path is without the adapter of lora.start, which trainers add to what they send; leave it out",

@@ -181,6 +181,48 @@ class ModelOptimizer:
                     result[parameter] = Own(places["param"].start, places["param"].end, states)
         return result
 
+    def states(self) -> list[Tensor]:
+        """Returns the memory in which this rank has its main values, moments and counts of steps."""
+        counts = [state["step"] for state in self._moments() if isinstance(state.get("step"), Tensor)]
+        return [*(values for own in self.own().values() for values in own.states.values()), *counts]
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Makes this the optimizer of the present values of the parameters, before any step."""
+        for parameter, own in self.own().items():
+            for name, values in own.states.items():
+                values.copy_(parameter.view(-1)[own.start : own.stop]) if name == "param" else values.zero_()
+        for state in self._moments():
+            if isinstance(state.get("step"), Tensor):
+                state["step"].zero_()
+        for group in self.megatron.param_groups:
+            if "step" in group:
+                group["step"] = 0
+        self._set_steps(0)
+        self.in_flight = InFlight()
+
+    def counters(self) -> dict[str, Any]:
+        """Returns what it goes on from beside tensors, for `set_counters`."""
+        return {
+            "schedule": self.schedule_state(),
+            "groups": [group.get("step") for group in self.megatron.param_groups],
+            "scales": [scaler.state_dict() for scaler in self._scalers if scaler],
+        }
+
+    def set_counters(self, counters: dict[str, Any]) -> None:
+        self._set_steps(counters["schedule"]["steps"])
+        self.in_flight = restored(counters["schedule"]["in_flight"])
+        for group, step in zip(self.megatron.param_groups, counters["groups"], strict=True):
+            if step is not None:
+                group["step"] = step
+        with cpu_passes_for_cuda():
+            for scaler, scale in zip(filter(None, self._scalers), counters["scales"], strict=True):
+                scaler.load_state_dict(scale)
+
+    def _set_steps(self, steps: int) -> None:
+        self._schedule.num_steps = 0
+        self._schedule.step(steps)
+
     def main_weights(self) -> Iterator[Tensor]:
         """Yields the float32 weights that this rank changes; over all ranks, each weight of the model once."""
         for optimizer in self._distributed():
@@ -217,8 +259,7 @@ class ModelOptimizer:
                 state["step"] = state["exp_avg"].new_full((), float(state["step"]))
         for group, settings in zip(self.megatron.param_groups, own, strict=True):
             group |= settings
-        self._schedule.num_steps = 0
-        self._schedule.step(schedule["steps"])
+        self._set_steps(schedule["steps"])
         self.in_flight = restored(schedule.get("in_flight", {}))
 
     def _allocate(self) -> None:

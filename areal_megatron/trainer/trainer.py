@@ -35,6 +35,7 @@ from areal_megatron.trainer.ppo import PPO, BatchResult
 from areal_megatron.trainer.recompute import decided
 from areal_megatron.trainer.reference import Reference
 from areal_megatron.trainer.supervised import Supervised
+from areal_megatron.trainer.turns import Turns
 
 
 class Trainer:
@@ -131,6 +132,11 @@ class Trainer:
         return self._merged
 
     @cached_property
+    def turns(self) -> Turns:
+        """Which of several adapters is in the model; there are adapters."""
+        return Turns(self.policy, lambda: self._begin_adapter(self.policy.factors()))
+
+    @cached_property
     def _merged(self) -> Merged:
         return Merged(self.policy.chunks, self.policy.parameters())
 
@@ -149,13 +155,18 @@ class Trainer:
         if kind is ValueModel and not own.is_reward_model:
             held, loaded = without_head(held), {name: each for name, each in loaded.items() if not is_head(name)}
         hf.load(loaded, held, config.model.path)
-        if config.lora.start:
-            hf.load_adapter(factors(chunks), self._adapters, config, self.hf_config)
-        elif self._adapters:
-            begin(factors(chunks), self._adapters, config.seed)
+        if self._adapters:
+            self._begin_adapter(factors(chunks))
         if config.lora.dropout:
             process_groups.seed_generators(config.seed + 100_003 * self.parallel.rank)  # no two ranks drop the same
         return chunks
+
+    def _begin_adapter(self, of: Mapping[str, Tensor]) -> None:
+        """Gives factors the values of lora.start, or those of an adapter that changes nothing yet."""
+        if self.config.lora.start:
+            hf.load_adapter(of, self._adapters, self.config, self.hf_config)
+        else:
+            begin(of, self._adapters, self.config.seed)
 
     def _choose_kernels(self) -> None:
         """Chooses what computes attention, and says on the first rank which kernels are used."""

@@ -18,3 +18,19 @@ CASES = {
 def test_losses_gradients_and_steps_are_those_of_the_formulas(folder, on_ranks, case):  # noqa: F811
     [world] = {math.prod(layout.get(size, 1) for size in ("tp", "cp", "pp", "dp")) for _, layout in CASES[case]}
     on_ranks("driven_checks:check_loop", world, cases=numbered(folder, CASES[case]))
+
+
+TURNS = {
+    "tp1": [("qwen3", {}, {}, "float32"), ("llama", {}, {"on_host": True}, "bfloat16")],
+    "2-ranks": [
+        ("qwen3", {"tp": 2}, {}, "float32"),
+        ("qwen2", {"dp": 2}, {}, "bfloat16"),
+        ("qwen3", {"dp": 2}, {"on_host": True}, "float32"),
+        ("llama", {"pp": 2, "vpp": 2}, {}, "float16"),
+    ],
+}
+
+
+@pytest.mark.parametrize("case", TURNS)
+def test_adapters_that_are_trained_in_turns_become_what_each_becomes_alone(folder, on_ranks, case):  # noqa: F811
+    on_ranks("driven_checks:check_turns", 1 if case == "tp1" else 2, cases=numbered(folder, TURNS[case]))

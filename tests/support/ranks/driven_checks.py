@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from areal_megatron.config import PPOConfig
+from areal_megatron.config import LoraConfig, OptimizerConfig, PPOConfig
 from areal_megatron.controller.driven import loss_parts
 from areal_megatron.protocol import GiveSamples
 from areal_megatron.trainer.trainer import Trainer
@@ -88,3 +89,46 @@ def check_loop(folder: Path, rank: int, cases: dict[str, list]) -> None:
 def compute(subject: Trainer, message: GiveSamples, learns: bool, more: bool) -> tuple[dict[str, float], np.ndarray]:
     parts = loss_parts(message, subject.config, 0, seed=5)
     return subject.ppo_with(message.settings).gradient(parts[subject.parallel.replica], learns, more)
+
+
+def check_turns(folder: Path, rank: int, cases: dict[str, list]) -> None:
+    """Of two adapters that are trained call by call in turns each becomes, bit for bit, what it becomes alone: factors,
+    main values, moments, and what a gradient adds to that was left. cases: run folder → model, layout, keys of the
+    optimizer, dtype."""
+    for run, (model, layout, keys, dtype) in cases.items():
+        sections = {"lora": LoraConfig(rank=4, alpha=10.0, adapters=2), "optimizer": OptimizerConfig(**keys)}
+        config = make_config(folder, model, layout, ppo=PPOConfig(algorithm="grpo"), dtype=dtype, **sections)
+        with open_trainer(folder, rank, config, run) as subject:
+            turns, alone = subject.turns, []
+            for seed in (1, 2):
+                turns.turn_to(0, True, False)
+                [*lesson(subject, seed)]
+                alone.append(state(subject))
+            assert not all(map(torch.equal, *alone))
+            turns.turn_to(0, True, True)
+            running, left = [lesson(subject, seed) for seed in (1, 2)], [False, False]
+            for _ in range(6):
+                for adapter in (0, 1):
+                    turns.turn_to(adapter, False, left[1 - adapter])
+                    left[adapter] = next(running[adapter])
+            for adapter in (0, 1):
+                turns.turn_to(adapter, False, False)
+                assert all(map(torch.equal, state(subject), alone[adapter])), f"{run}: adapter {adapter}"
+
+
+def lesson(subject: Trainer, seed: int) -> Iterator[bool]:
+    """Two steps, each by the sum of two gradients; yields after every call whether there is a gradient."""
+    for step in range(2):
+        for half in range(2):
+            samples = make_trajectories(7, version=0, seed=100 * seed + 10 * step + half)
+            advantages = [np.zeros(int(sample.loss_mask.sum()), np.float32) for sample in samples]
+            message = GiveSamples(samples=samples, loss="sft", advantages=advantages, weights=[])
+            compute(subject, message, learns=True, more=half > 0)
+            yield True
+        subject.ppo.step(LR * seed, lambda: None)
+        yield False
+
+
+def state(subject: Trainer) -> list[torch.Tensor]:
+    learner = subject.policy
+    return [each.detach().clone() for each in (*learner.factors().values(), *learner.optimizer.states())]
