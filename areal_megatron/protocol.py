@@ -24,7 +24,7 @@ from areal_megatron.reshard.session import LinkRef
 from areal_megatron.run.folder import SecretKeys
 from areal_megatron.run.zeromq import open_socket
 
-PROTOCOL = 12
+PROTOCOL = 13
 _LOOK_S = 1.0
 
 
@@ -177,6 +177,21 @@ class LoadVersion(msgspec.Struct, tag=True):
     folder: str
 
 
+class TurnTo(msgspec.Struct, tag=True):
+    """An order: train another of lora.adapters adapters, as it was left or, with `new`, from the beginning."""
+
+    adapter: int
+    new: bool
+    has_gradient: bool = False
+    """Whether the present one has a gradient to be kept. A program leaves it to the controller."""
+
+
+class SaveAdapter(msgspec.Struct, tag=True):
+    """An order: write the adapter as PEFT's folder."""
+
+    folder: str
+
+
 class GiveSamples(msgspec.Struct, tag=True, kw_only=True):
     """A program asks for the loss of samples, and for its gradient if `learns`."""
 
@@ -201,6 +216,18 @@ class GivePrompt(msgspec.Struct, tag=True, kw_only=True):
     top_k: int
     stop_tokens: list[int]
     seed: int
+    adapter: str = ""
+    """PEFT's folder of the one to answer with; "": what was published last."""
+
+
+class ScoreText(msgspec.Struct, tag=True):
+    """A program asks how likely the engines find each token of a text but the first, and which `top_k` they find
+    likeliest in its place."""
+
+    tokens: list[int]
+    top_k: int
+    adapter: str = ""
+    """As in GivePrompt."""
 
 
 class GetReady(msgspec.Struct, tag=True):
@@ -295,6 +322,9 @@ class ProgramReply(msgspec.Struct, tag=True, kw_only=True):
     """The version that the trainers have."""
     metrics: dict[str, float] = {}
     logprobs: np.ndarray = msgspec.field(default_factory=lambda: np.zeros(0, np.float32))
+    likely_tokens: np.ndarray = msgspec.field(default_factory=lambda: np.zeros(0, np.int32))
+    """int32 [tokens · k], flat; so are `likely_logprobs`. As in engine/client.py's ScoredText."""
+    likely_logprobs: np.ndarray = msgspec.field(default_factory=lambda: np.zeros(0, np.float32))
     answers: list[SampledAnswer] = []
     folder: str = ""
     """The checkpoint's."""
@@ -313,7 +343,18 @@ class Refused(msgspec.Struct, tag=True):
 
 
 ProgramRequest = (
-    GiveSamples | GivePrompt | TakeStep | PublishVersion | SaveVersion | LoadVersion | GetReady | Finish | Await
+    GiveSamples
+    | GivePrompt
+    | ScoreText
+    | TakeStep
+    | PublishVersion
+    | SaveVersion
+    | LoadVersion
+    | TurnTo
+    | SaveAdapter
+    | GetReady
+    | Finish
+    | Await
 )
 """What a program may ask for (api/policy.py)."""
 Request = (
@@ -331,7 +372,7 @@ Request = (
     | OrderDone
     | ProgramRequest
 )
-Order = LossReply | TakeStep | PublishVersion | SaveVersion | LoadVersion
+Order = LossReply | TakeStep | PublishVersion | SaveVersion | LoadVersion | TurnTo | SaveAdapter
 Reply = (
     Welcome
     | Order

@@ -45,14 +45,19 @@ from areal_megatron.protocol import (
     ProgramRequest,
     PublishVersion,
     SampledAnswer,
+    SaveAdapter,
     SaveVersion,
+    ScoreText,
     TakeStep,
+    TurnTo,
 )
 from areal_megatron.run.folder import CONTROLLER, RunError, RunFolder
 
 LOSSES = (*PUBLISHED, "sft")
 """What `loss` may be: the loss of an algorithm (docs/algorithms.md), or the negative log-probability."""
 _SETTINGS = ("objective", "clip_low", "clip_high", "dual_clip")
+_MOST_LIKELY = 20
+"""What vLLM tells of a token's place unless it is told otherwise."""
 _LOOK_S = 0.2
 _END_S = 60.0
 _SEED_BITS = 62
@@ -87,6 +92,18 @@ class Response:
     """[R]: which tokens are trained; None: all."""
     routes: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint8), repr=False)
     """As data/trajectory.py has them."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """How likely the engines find a text of n tokens, at temperature 1."""
+
+    logprobs: np.ndarray
+    """float32 [n − 1]: of each token but the first, given those before it."""
+    likely_tokens: np.ndarray
+    """int32 [n − 1, k]: the likeliest tokens in the place of each, the likeliest first."""
+    likely_logprobs: np.ndarray
+    """float32 [n − 1, k]"""
 
 
 @dataclass(frozen=True)
@@ -141,12 +158,14 @@ class Policy:
         top_k: int = 0,
         stop_tokens: Sequence[int] | None = None,
         seed: int | None = None,
+        adapter: str | Path = "",
     ) -> list[list[Response]]:
         """Returns n answers to each prompt, all sampled at once, by whatever versions the engines have meanwhile.
 
         `max_tokens` and `temperature`: by default rollout.max_new_tokens and rollout.temperature, at which losses take
         the tokens to be sampled. `stop_tokens`: by default those of the model. `seed`: the same one gives the same
-        answers under the same weights; None: others in every call.
+        answers under the same weights; None: others in every call. `adapter`: a folder of `save_adapter`; it answers in
+        place of what was published last.
         """
         rollout, longest = self.config.rollout, self.config.longest_sequence
         max_tokens = rollout.max_new_tokens if max_tokens is None else max_tokens
@@ -171,12 +190,34 @@ class Policy:
                 top_k=top_k,
                 stop_tokens=self.tokenizer.stop_tokens if stop_tokens is None else list(stop_tokens),
                 seed=(seed + place * n) % 2**_SEED_BITS,
+                adapter=self._adapter_folder(adapter),
             )
             for place, tokens in enumerate(asked)
         ]
         replies = self._ask(*requests)
         pairs = zip(asked, replies, strict=True)
         return [[self._response(tokens, answer) for answer in reply.answers] for tokens, reply in pairs]
+
+    def score(self, texts: Sequence[Prompt], top_k: int = 0, adapter: str | Path = "") -> list[Score]:
+        """Returns how likely the engines find the tokens of each text, and which `top_k` they find likeliest.
+        `adapter`: as in `sample`."""
+        asked, longest = [self._tokens(text, place) for place, text in enumerate(texts)], self.config.longest_sequence
+        most = self.config.rollout.vllm.get("max_logprobs", _MOST_LIKELY)
+        if top_k < 0 or 0 <= most < top_k:
+            raise ConfigError(f"top_k: {top_k}, and engines tell 0 to {most}; rollout.vllm.max_logprobs is the most")
+        for place, tokens in enumerate(asked):
+            if not 1 < len(tokens) < longest:  # an engine always samples a token more
+                raise ConfigError(
+                    f"text {place} has {len(tokens)} tokens: must be 2 or more, and fewer than "
+                    f"data.max_prompt_tokens + rollout.max_new_tokens, {longest}"
+                )
+        folder = self._adapter_folder(adapter)
+        replies = self._ask(*(ScoreText(tokens, top_k, folder) for tokens in asked))
+        shapes = [(len(reply.logprobs), top_k) for reply in replies]
+        return [
+            Score(reply.logprobs, reply.likely_tokens.reshape(shape), reply.likely_logprobs.reshape(shape))
+            for reply, shape in zip(replies, shapes, strict=True)
+        ]
 
     def forward_backward(self, samples: Sequence[Response], loss: str = "", **settings: float | str) -> Gradient:
         """Computes the gradient of a loss, and adds it to those since the last step.
@@ -212,6 +253,27 @@ class Policy:
     def load(self, checkpoint: str | Path) -> None:
         """Brings trainers to a checkpoint of this model, as a new version; `publish` brings it to the engines."""
         self._ask(LoadVersion(str(Path(checkpoint).absolute())))
+
+    def turn_to(self, adapter: int, new: bool = False) -> None:
+        """Has what follows train, look at, save, load and publish another of lora.adapters adapters, counted from 0,
+        the first one. It is as it was left, with its optimizer and gradient; new at first, and with `new`."""
+        if not self.config.has_adapters:
+            raise ConfigError("lora.rank: without adapters there is one model: give their rank")
+        if not 0 <= adapter < (most := self.config.lora.adapters):
+            raise ConfigError(f"adapter {adapter}: there are {most}, counted from 0: start with a larger lora.adapters")
+        self._ask(TurnTo(adapter, new))
+
+    def save_adapter(self, folder: str | Path) -> Path:
+        """Writes the adapter that is trained as PEFT's folder, which must not be there yet, and returns it. `sample`
+        and `score` use it as long as it is there."""
+        folder = Path(folder).absolute()
+        if not self.config.has_adapters:
+            raise ConfigError("lora.rank: there is no adapter to save: give its rank")
+        if folder.exists():
+            raise ConfigError(f"{folder} is there already, and engines may have read it: choose another folder")
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        self._ask(SaveAdapter(str(folder)))
+        return folder
 
     def close(self) -> None:
         """Ends the run. What was not saved is lost."""
@@ -354,6 +416,16 @@ class Policy:
             truncated=sample.finish_reason == "length",
             routes=sample.routes,
         )
+
+    def _adapter_folder(self, adapter: str | Path) -> str:
+        if not adapter:
+            return ""
+        folder = Path(adapter).absolute()
+        if not self.config.engines_adapt:
+            raise ConfigError("adapter: engines apply adapters with lora.rank, and without lora.merge, alone")
+        if not (folder / "adapter_config.json").is_file():
+            raise ConfigError(f"adapter: there is none in {folder}")
+        return str(folder)
 
     def _tokens(self, prompt: Prompt, place: int) -> list[int]:
         if isinstance(prompt, str) or (len(prompt) and isinstance(prompt[0], Mapping)):

@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -23,7 +24,7 @@ from areal_megatron.controller.engine import Engine
 from areal_megatron.controller.fleet import Fleet
 from areal_megatron.controller.service import Refusal, Service
 from areal_megatron.data.trajectory import LossPart
-from areal_megatron.engine.client import Completion, EngineError
+from areal_megatron.engine.client import Completion, EngineClient, EngineError, ScoredText
 from areal_megatron.models.architecture import read_config
 from areal_megatron.models.flops import SequenceFlops
 from areal_megatron.observe.background import close_all
@@ -55,11 +56,14 @@ from areal_megatron.protocol import (
     Reply,
     Request,
     SampledAnswer,
+    SaveAdapter,
     SaveVersion,
+    ScoreText,
     Sending,
     Stop,
     TakeStep,
     Ticket,
+    TurnTo,
     encode_loss,
 )
 from areal_megatron.run.folder import CONTROLLER, RunFolder
@@ -67,7 +71,10 @@ from areal_megatron.run.network import address
 from areal_megatron.workflows.sampling import Decoding, GenerationRequest, Sampling, cache_salt, generate
 
 _STATUS_S = 0.5
-_Parts = list[EncodedLoss | TakeStep | PublishVersion | SaveVersion | LoadVersion]
+Found = TypeVar("Found")
+_Simple = TakeStep | PublishVersion | SaveVersion | LoadVersion | TurnTo | SaveAdapter
+"""An order that is the same for all replicas."""
+_Parts = list[EncodedLoss | _Simple]
 """An order as each replica gets it."""
 
 
@@ -94,7 +101,7 @@ class Driven:
         self._folder = run.start.checkpoint
         self._serving, self._changed = Serving(self._version), Changed()
         described = read_config(config.model.path)
-        self._flops = SequenceFlops.of(described)
+        self._flops, self._vocabulary = SequenceFlops.of(described), described["vocab_size"]
         self._fleet = Fleet(config, run, described, self._serving, self._changed, events=self)
         self._service = Service(address(config.machine.host), run.keys, self._handle)
         self._metrics, self._status = MetricsWriter(run), StatusWriter(run)
@@ -113,6 +120,10 @@ class Driven:
         """Metrics of the last one."""
         self._trainers = asyncio.Event()
         """Set when the trainers have asked for their first order."""
+        self._adapter = 0
+        """The one that is trained."""
+        self._left: dict[int, tuple[int, dict[str, float]]] = {}
+        """Gradients and metrics of the others."""
         self._lost_checkpoint = ""
         self._tickets = itertools.count()
         self._asked: dict[int, asyncio.Task[ProgramReply]] = {}
@@ -194,12 +205,17 @@ class Driven:
                 await self._trainers.wait()
                 await self._until(lambda: len(self._able()) > 0)
             case GivePrompt():
+                self._check(message.tokens)
                 return ProgramReply(version=0, answers=[_told(answer) for answer in await self._sample(message)])
+            case ScoreText():
+                self._check(message.tokens)
+                return await self._score(message)
             case Finish():
                 async with self._turn:
                     self._ending = True
                     self._news.notify()
             case GiveSamples():
+                self._check(*(sample.prompt for sample in message.samples), *(s.response for s in message.samples))
                 return await self._compute(message)
             case TakeStep():
                 return await self._step(message)
@@ -209,7 +225,19 @@ class Driven:
                 return await self._save()
             case LoadVersion():
                 await self._load(message)
+            case TurnTo():
+                await self._turn_to(message)
+            case SaveAdapter():
+                async with self._turn:
+                    await self._order(message)
         return ProgramReply(version=0)
+
+    def _check(self, *texts: Sequence[int]) -> None:
+        """Raises ConfigError for tokens that would end the process which looks them up."""
+        tokens = np.concatenate(texts)
+        for extreme in (tokens.min(), tokens.max()):
+            if not 0 <= extreme < self._vocabulary:
+                raise ConfigError(f"token {extreme}: the model has 0 to {self._vocabulary - 1}")
 
     async def _compute(self, message: GiveSamples) -> ProgramReply:
         async with self._turn:
@@ -261,35 +289,64 @@ class Driven:
             await self._order(message)
             self._version, self._gradients = self._version + 1, 0
 
+    async def _turn_to(self, message: TurnTo) -> None:
+        async with self._turn:
+            if message.adapter == self._adapter and not message.new:
+                return
+            await self._order(msgspec.structs.replace(message, has_gradient=self._gradients > 0))
+            self._left[self._adapter] = self._gradients, self._learned
+            self._adapter = message.adapter
+            self._gradients, self._learned = (0, {}) if message.new else self._left.get(message.adapter, (0, {}))
+            self._version += 1  # these are other weights
+
     async def _sample(self, asked: GivePrompt) -> list[Completion]:
-        """Returns answers of the engine that has the least to do; of another one if that is lost."""
-        decoding = Decoding(asked.temperature, asked.top_p, asked.top_k)
-        number = next(self._tickets)
+        how = {"decoding": Decoding(asked.temperature, asked.top_p, asked.top_k), "adapter": asked.adapter}
+        name = f"ask-{next(self._tickets)}"
+        request = GenerationRequest(asked.tokens, asked.max_tokens, asked.stop_tokens, name, asked.seed)
+
+        def sample(client: EngineClient, salt: str | None) -> Awaitable[list[Completion]]:
+            return generate(Sampling(client, self._config.rollout, [], salt, **how), request, asked.n)
+
+        return await self._of_an_engine(sample, asked.n, asked.adapter)
+
+    async def _score(self, asked: ScoreText) -> ProgramReply:
+        how = {"request_id": f"score-{next(self._tickets)}", "top_k": asked.top_k, "adapter": asked.adapter}
+
+        def score(client: EngineClient, salt: str | None) -> Awaitable[ScoredText]:
+            return client.score(asked.tokens, cache_salt=salt, **how)
+
+        found = await self._of_an_engine(score, 1, asked.adapter)
+        likely = found.likely_tokens.ravel(), found.likely_logprobs.ravel()
+        return ProgramReply(version=0, logprobs=found.logprobs, likely_tokens=likely[0], likely_logprobs=likely[1])
+
+    async def _of_an_engine(
+        self, ask: Callable[[EngineClient, str | None], Awaitable[Found]], trajectories: int, adapter: str
+    ) -> Found:
+        """Returns what the engine answers that has the least to do; another one if that is lost. `ask` gets the salt
+        of the engine's prefix cache."""
         while True:
-            await self._until(lambda: len(self._able()) > 0)
-            engine = min(self._able(), key=lambda e: e.running)
-            client, rollout = engine.client, self._config.rollout
-            request = GenerationRequest(asked.tokens, asked.max_tokens, asked.stop_tokens, f"ask-{number}", asked.seed)
-            engine.occupy(asked.n)
+            await self._until(lambda: len(self._able(adapter)) > 0)
+            engine = min(self._able(adapter), key=lambda e: e.running)
+            client = engine.client
+            engine.occupy(trajectories)
             try:
-                salt = cache_salt(rollout, engine.version)
-                return await generate(Sampling(client, rollout, [], salt, decoding=decoding), request, asked.n)
+                return await ask(client, cache_salt(self._config.rollout, engine.version))
             except EngineError as e:
                 if not await self._fleet.is_lost(engine, client, e):
                     raise
             finally:
-                engine.release(asked.n)
+                engine.release(trajectories)
 
-    def _able(self) -> list[Engine]:
-        """The engines that generate."""
-        there = [e for e in self._fleet.engines if e.index in self._serving.engines and not e.draining]
-        return [e for e in there if not e.gone and e.state != EngineState.TORN]
+    def _able(self, adapter: str = "") -> list[Engine]:
+        """The engines that generate; with an adapter from its folder those without weights of the trainers can, too."""
+        there = [e for e in self._fleet.engines if not e.draining and not e.gone and e.state != EngineState.TORN]
+        return [e for e in there if adapter or e.index in self._serving.engines]
 
     async def _until(self, condition: Callable[[], bool]) -> None:
         while not condition():
             await self._changed.wait()
 
-    async def _order(self, order: TakeStep | PublishVersion | SaveVersion | LoadVersion) -> OrderDone:
+    async def _order(self, order: _Simple) -> OrderDone:
         return await self._have_done([order] * self._config.trainer.dp)
 
     async def _have_done(self, parts: _Parts) -> OrderDone:
@@ -298,7 +355,7 @@ class Driven:
         self._news.notify()
         return await self._done
 
-    async def _next(self, message: NextOrder) -> EncodedLoss | TakeStep | PublishVersion | Stop | NotYet:
+    async def _next(self, message: NextOrder) -> EncodedLoss | _Simple | Stop | NotYet:
         if not 0 <= message.replica < self._config.trainer.dp or message.number not in (self._number, self._number + 1):
             raise Refusal(f"order {message.number} of replica {message.replica} is not next: that is {self._number}")
         with suppress(TimeoutError):

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 import vllm.envs
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest
 from vllm.exceptions import VLLMClientError
 from vllm.inputs import tokens_input
 from vllm.logprobs import FlatLogprobs
+from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -40,8 +44,8 @@ async def _sample(request: Request) -> Response:
     """Samples what is asked for and answers with a list of RawAnswer, or with status 400 if vLLM refuses the request.
 
     Body: {"request_id": str, "token_ids": [int], "sampling_params": {…} as vLLM names them, "cache_salt": str or none,
-    "adapter": its name, or a name of the model without any; by default the policy's, or none}. A client that leaves has
-    its request aborted.
+    "adapter": its name or folder, or a name of the model without any; by default the policy's, or none}. A client that
+    leaves has its request aborted.
     """
     body = msgspec.json.decode(await request.body())
     try:
@@ -50,10 +54,7 @@ async def _sample(request: Request) -> Response:
         sampling = SamplingParams(**body["sampling_params"], **final_only)
         prompt = tokens_input(body["token_ids"], cache_salt=body.get("cache_salt"))
         engine = request.app.state.engine_client
-        models, chosen = request.app.state.openai_serving_models, body.get("adapter")
-        adapter = models.lora_requests.get(chosen or SERVED_MODEL)
-        if chosen and not adapter and not models.is_base_model(chosen):
-            raise ValueError(f"no adapter {chosen!r} is served")
+        adapter = await _adapter(request.app.state.openai_serving_models, body.get("adapter"))
         generating = engine.generate(prompt, sampling, body["request_id"], lora_request=adapter)
         answered = await _unless_left(request, generating)
     except (VLLMClientError, ValueError) as e:
@@ -62,6 +63,20 @@ async def _sample(request: Request) -> Response:
         return Response(status_code=499)  # nobody reads it
     raw = [_raw(output, answered.prompt_logprobs) for output in answered.outputs]
     return Response(answers.encode(raw), media_type=answers.CONTENT_TYPE)
+
+
+async def _adapter(models: Any, chosen: str | None) -> LoRARequest | None:
+    """Returns the adapter to answer with, None for none. The first request with a folder has it loaded; vLLM drops the
+    one that was used longest ago where it has no room, and loads that again when it is asked for."""
+    name = chosen or SERVED_MODEL
+    problem = f"no adapter {chosen!r} is served"
+    if name not in models.lora_requests and Path(name).is_absolute():
+        # Of several first requests at once the others are told here that it is there.
+        told = await models.load_lora_adapter(LoadLoRAAdapterRequest(lora_name=name, lora_path=name))
+        problem = told if isinstance(told, str) else told.error.message
+    if chosen and name not in models.lora_requests and not models.is_base_model(chosen):
+        raise ValueError(problem)
+    return models.lora_requests.get(name)
 
 
 async def _unless_left(request: Request, generating: AsyncGenerator[RequestOutput]) -> RequestOutput | None:

@@ -147,7 +147,7 @@ def engine_arguments(config: Config, named: Sequence[Named] = ()) -> list[str]:
     if rollout.replay_routes:
         command += ["--enable-return-routed-experts"]
     own = served(config, hf_config)
-    if together := [*([own] if own else []), *(one.adapter for one in named)]:
+    if together := [*([own] * config.lora.adapters if own else []), *(one.adapter for one in named)]:
         command += adapters.slots(together, architecture(hf_config)).arguments
     if config.machine.is_cpu:
         command += cpu_arguments(config, hf_config)

@@ -14,9 +14,11 @@ from areal_megatron.protocol import (
     Order,
     OrderDone,
     PublishVersion,
+    SaveAdapter,
     SaveVersion,
     Stop,
     TakeStep,
+    TurnTo,
 )
 from areal_megatron.rank.checkpoints import Checkpoints
 from areal_megatron.rank.controller_port import ControllerPort
@@ -63,6 +65,11 @@ def _carry_out(order: Order, number: int, trainer: Trainer, weights: Weights, ch
         case LoadVersion():
             until_read()
             checkpoints.load(Path(order.folder))
+        case TurnTo():
+            until_read()
+            trainer.turns.turn_to(order.adapter, order.new, order.has_gradient)
+        case SaveAdapter():
+            weights.save_adapter(Path(order.folder))
     return OrderDone(number)
 
 

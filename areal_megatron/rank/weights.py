@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -61,6 +63,10 @@ class Weights:
         """Writes the model into the run folder; every rank calls it. Raises OSError."""
         save_hf(self._config, self._run, self._trainer)
 
+    def save_adapter(self, path: Path) -> None:
+        """Writes the adapter as PEFT's folder; every rank calls it. Raises OSError."""
+        save_adapter(self._config, self._trainer, path)
+
     def _watch(self) -> None:
         """Gives up, on a thread of its own, what is on its way to engines that the controller knows to be lost."""
         while not self._ended.wait(_LOOK_S):
@@ -89,13 +95,22 @@ def save_hf(config: Config, run: RunFolder, trainer: Trainer) -> None:
     Raises Replaced.
     """
     run.check_current()
-    where = {
+    if trainer.adapter:
+        save_adapter(config, trainer, run.adapter)
+    hf.export(trainer.exported(), source=config.model.path, path=run.hf, **_place(trainer))
+
+
+def save_adapter(config: Config, trainer: Trainer, path: Path) -> None:
+    """Writes the adapter as PEFT's folder; every rank calls it."""
+    own = {"adapter": trainer.adapter, "base": config.model.path, "path": path}
+    hf.export_adapter(trainer.policy.factors(), **own, **_place(trainer))
+
+
+def _place(trainer: Trainer) -> dict[str, Any]:
+    parallel = trainer.parallel
+    return {
         "hf_config": trainer.hf_config,
         "sizes": trainer.sizes,
-        "rank": trainer.parallel.rank,
-        "group": trainer.parallel.control,
+        "rank": parallel.rank,
+        "group": parallel.control,
     }
-    if trainer.adapter:
-        own = {"adapter": trainer.adapter, "base": config.model.path, "path": run.adapter}
-        hf.export_adapter(trainer.policy.factors(), **own, **where)
-    hf.export(trainer.exported(), source=config.model.path, path=run.hf, **where)

@@ -2,7 +2,8 @@
 
 Each layer of vLLM that may have adapters has stacks of factors, with a slot for every adapter of a batch. There B is
 multiplied by the scale, and what is beyond the adapter's rank is zero. Updates are written into tensors of their own,
-which have the trainers' bits, and from those into the slot at each commit. Imports no vllm.
+which have the trainers' bits, and from those into the slot at each commit, and again when vLLM brings the adapter back
+after others have had all slots. Imports no vllm.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ class PolicySlot:
 
     def __init__(self, manager: Any, adapter: Adapter):
         self._manager, self._adapter = manager, adapter
+        self._received, self._activate = False, manager.activate_adapter
+        manager.activate_adapter = self._activated
         self.tensors: dict[str, Tensor] = {}
         self._parts: list[tuple[Tensor, Tensor, float]] = []
         """Rows of a factor of one target, a stack that has them in its slots, and what they are multiplied by there."""
@@ -59,8 +62,18 @@ class PolicySlot:
 
     @torch.no_grad()
     def write(self) -> None:
-        """Writes what was received into the slot."""
+        """Writes what was received into the slot, if there is one at the moment."""
+        self._received = True
+        if POLICY not in self._manager.lora_index_to_id:
+            return
         slot = self._manager.lora_index_to_id.index(POLICY)
         for part, stack, scale in self._parts:
             rows, columns = part.shape
             stack[slot, 0, :rows, :columns].copy_(part if scale == 1 else part * scale)
+
+    def _activated(self, number: int) -> bool:
+        """Takes the place of the manager's activate_adapter."""
+        changed = self._activate(number)
+        if changed and number == POLICY and self._received:
+            self.write()
+        return changed

@@ -116,12 +116,70 @@ def test_wrong_input_costs_nothing(keys):
         refused("clip: is no setting", lambda: policy.forward_backward([good], "grpo", clip=0.1))
         refused("0 samples cannot be split", lambda: policy.forward_backward([], "grpo"))
         refused("and may get 100 more", lambda: policy.sample(["1+2="], max_tokens=100))
+        for call in (
+            lambda t: policy.sample([t]),
+            lambda t: policy.score([t]),
+            lambda t: policy.forward([of_tokens(t)]),
+        ):
+            refused("token 999999: the model has 0 to", lambda call=call: call([5, 999999, 7]))
+            refused("token -1: the model has 0 to", lambda call=call: call([5, -1, 7]))
+        refused("and fewer than", lambda: policy.score([[5]]))
+        refused("top_k: 21, and engines tell 0 to 20", lambda: policy.score(["1+2="], top_k=21))
+        refused("lora.rank: without adapters", lambda: policy.turn_to(0))
+        refused("lora.rank: there is no adapter to save", lambda: policy.save_adapter(policy.folder / "adapters"))
+        refused("adapter: engines apply adapters with lora.rank", lambda: policy.sample(["1+2="], adapter="x"))
         refused("there is no such folder", lambda: policy.load(policy.folder / "nothing"))
         assert [len(group) for group in sampling.result()] == [8] * 20
         policy.forward_backward([good], "grpo")  # after all that it works
 
 
+def of_tokens(tokens):
+    return areal.Response(prompt=tokens[:1], tokens=tokens[1:])
+
+
 CRITIC = {"critic": {"lr": 1e-3}}
+
+
+@pytest.mark.soak
+def test_two_adapters_are_trained_published_and_sampled_from_in_turns(keys, tmp_path):
+    """What engines say with an adapter from its folder, or with one that was published, is what trainers say of it; the
+    one that was published answers also after others have had its slot."""
+    with areal.Policy("configs/tiny_cpu.yaml", **keys, lora={"rank": 4, "adapters": 2}) as policy:
+        text, folders, told = [4, 5, 13, 6, 9], [], []
+
+        def trainers():
+            [logprobs] = policy.forward([of_tokens(text)]).logprobs
+            return logprobs
+
+        def engines(**adapter):
+            [score] = policy.score([text], **adapter)
+            return score.logprobs
+
+        refused("adapter 2: there are 2, counted from 0", lambda: policy.turn_to(2))
+        for number in range(2):
+            policy.turn_to(number)
+            policy.forward_backward([of_tokens(text[:: 1 - 2 * number])], "sft")
+        refused("adapter: there is none in", lambda: policy.score([text], adapter=tmp_path))
+        for number in range(2):
+            policy.turn_to(number)
+            policy.step(lr=2e-2)
+            folders.append(policy.save_adapter(tmp_path / "adapters" / str(number)))
+            told.append(trainers())
+        refused("is there already, and engines may have read it", lambda: policy.save_adapter(folders[0]))
+        assert np.abs(told[0] - told[1]).max() > 0.01 and np.abs(engines() - told[1]).max() > 0.01
+        policy.publish()
+        policy.turn_to(1, new=True)
+        folders.append(policy.save_adapter(tmp_path / "adapters" / "2"))
+        told.append(trainers())
+        assert np.abs(told[2] - told[1]).max() > 0.01
+        for _ in range(2):
+            for folder, own in zip(folders, told, strict=True):
+                np.testing.assert_allclose(engines(adapter=folder), own, atol=1e-3)
+            np.testing.assert_allclose(engines(), told[1], atol=1e-3)
+        [answers] = policy.sample([text], n=2, adapter=folders[0])
+        policy.turn_to(0)
+        found = policy.forward(answers).logprobs
+        assert max(np.abs(a.logprobs - own).max() for a, own in zip(answers, found, strict=True)) < 1e-3
 
 
 @pytest.mark.soak
