@@ -1,8 +1,8 @@
 """Serves a run to programs that use the `tinker` package: `areal tinker CONFIG [key=value …]` (docs/tinker.md).
 
-One model is trained at a time, and engines sample from the version that was published last. The server listens on
-loopback, and answers whoever shows the key that it prints. Exit code 0 after SIGINT or SIGTERM, 1 if the run fails, 2
-for wrong input.
+Several models are trained side by side, each an adapter of its own that is in the trainers for one call after the
+other; engines sample from the adapters' folders. The server listens on loopback, and answers whoever shows the key that
+it prints. Exit code 0 after SIGINT or SIGTERM, 1 if the run fails, 2 for wrong input.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from areal_megatron.api import tinker_wire
 from areal_megatron.api.policy import Policy, Response
 from areal_megatron.api.run import RunFailed
 from areal_megatron.api.tinker_losses import samples_of
-from areal_megatron.api.tinker_wire import LossRequest
+from areal_megatron.api.tinker_models import Models, Samplers
+from areal_megatron.api.tinker_wire import LossRequest, PromptScore
 from areal_megatron.config import Config, ConfigError, config_file
 from areal_megatron.process.errors import first_line, printable
 from areal_megatron.process.shown import guard
@@ -36,6 +37,8 @@ from areal_megatron.run.arguments import Parser, count
 from areal_megatron.run.http_server import HttpServer
 from areal_megatron.run.json_input import parse_json
 
+ADAPTERS = 4
+"""How many models are trained side by side, where lora.adapters says nothing else."""
 ADAM = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "weight_decay": 0.0, "clip_grad": 0.0}
 """What clients ask for where a program says nothing else, by the names of the config's section optimizer."""
 _AT_CLIENTS = {"clip_grad": "grad_clip_norm"}
@@ -64,13 +67,11 @@ class TinkerServer:
         self._policy, self._names, self._key = policy, names, key
         self._training, self._sampling = ThreadPoolExecutor(1), ThreadPoolExecutor(_SAMPLING_THREADS)
         self._requests: OrderedDict[str, asyncio.Future[Answer]] = OrderedDict()
-        self._model, self._initial = "", Path()
-        """The id of the model that is trained, and a checkpoint from before anything was."""
-        self._published = policy.version
-        self._samplers: dict[str, tuple[str, int]] = {}
-        """Sampling session → the path that it was made from, and its version."""
-        self._paths: dict[str, int] = {}
-        """Path of weights for samplers → version."""
+        self._models = Models(policy.config.lora.adapters)
+        self._samplers = Samplers(policy.folder / "samplers")
+        policy.turn_to(0, new=True)
+        self._untrained = policy.save_adapter(self._samplers.new_folder())
+        """An adapter as every model begins with it."""
         self._saved: dict[str, Path] = {}
         """Path of weights → checkpoint."""
         self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -80,8 +81,7 @@ class TinkerServer:
             "client/config": lambda _: _CLIENT_CONFIG,
             "client/dynamic_config": lambda _: {},
             "telemetry": lambda _: {"status": "accepted"},
-            "create_session": lambda _: {"type": "create_session", "session_id": secrets.token_hex(8)},
-            "session_heartbeat": lambda _: {"type": "session_heartbeat"},
+            "create_session": lambda _: {"type": "create_session", "session_id": self._models.begin_session()},
             "cancel_future": lambda _: {},
             "get_info": self._info,
             "create_model": self._create,
@@ -113,7 +113,12 @@ class TinkerServer:
                 raise ConfigError(f"{route}: the body is no JSON object")
             if route == "retrieve_future":
                 return await self._result(str(asked.get("request_id")))
+            if route == "session_heartbeat":
+                if not self._models.hear(str(asked.get("session_id"))):
+                    return _error(410, "the session is none of this server, or it has finished")
+                return _reply({"type": "session_heartbeat"})
             if route.startswith("sessions/") and route.endswith("/finish"):
+                self._models.finish(route.split("/")[1])
                 return _reply({})
             if route not in self._routes:
                 return _error(404, f"{request.path}: this server does not have that, see docs/tinker.md")
@@ -141,9 +146,8 @@ class TinkerServer:
             longest = self._policy.config.longest_sequence
             return {"supported_models": [{"model_name": n, "max_context_length": longest} for n in sorted(self._names)]}
         name = route.removeprefix("samplers/")
-        if name in self._samplers:
-            path, _ = self._samplers[name]
-            return {"sampler_id": name, "base_model": self._name, "model_path": path or None}
+        if self._samplers.has(name):
+            return {"sampler_id": name, "base_model": self._name, "model_path": self._samplers.path_of(name) or None}
         raise ConfigError(f"{printable(route)}: this server does not have that, see docs/tinker.md")
 
     async def _result(self, number: str) -> web.StreamResponse:
@@ -176,20 +180,15 @@ class TinkerServer:
         return min(self._names, key=len)
 
     def _info(self, asked: dict[str, Any]) -> Answer:
-        self._check_model(asked["model_id"])
+        self._models.place(asked["model_id"])
         folder = str(Path(self._policy.config.model.path).absolute())
         described = {"arch": "", "model_name": self._name, "tokenizer_id": folder}
         rank = self._policy.config.lora.rank
-        return {"model_data": described, "model_id": self._model, "is_lora": True, "lora_rank": rank}
+        return {"model_data": described, "model_id": asked["model_id"], "is_lora": True, "lora_rank": rank}
 
     def _check_base(self, name: str | None) -> None:
         if name is not None and name not in self._names:
             raise ConfigError(f"base_model: this server has {' or '.join(sorted(self._names))}, not {printable(name)}")
-
-    def _check_model(self, name: str) -> None:
-        if name != self._model:
-            now = f"{self._model} is" if self._model else "none is"
-            raise ConfigError(f"model {printable(str(name))} is not trained any more: one is at a time, now {now}")
 
     def _create(self, asked: dict[str, Any]) -> Answer:
         self._check_base(asked["base_model"])
@@ -198,16 +197,22 @@ class TinkerServer:
             raise ConfigError(
                 f"rank: the adapters of this server have rank {has}, not {rank}: start it with lora.rank={rank}"
             )
-        name = f"{asked['session_id']}:train:{int(asked['model_seq_id'])}"
-        return self._begin(f"{name}:0", self._training, lambda: self._begin_model(name))
+        return self._begin_model(asked, lambda name: {"type": "create_model", "model_id": name})
 
-    def _begin_model(self, name: str) -> Answer:
-        if self._initial == Path():
-            self._initial = self._policy.save()
-        else:
-            self._policy.load(self._initial)
-        self._model = name
-        return {"type": "create_model", "model_id": name}
+    def _begin_model(self, asked: dict[str, Any], act: Callable[[str], Answer]) -> Answer:
+        """Has a new model begun, and something done with it, once."""
+        name = f"{asked['session_id']}:train:{int(asked['model_seq_id'])}"
+        if (number := f"{name}:0") in self._requests:
+            return {"request_id": number}
+        place, lost = self._models.begin(asked["session_id"], name)
+
+        def begin() -> Answer:
+            if lost:
+                self._samplers.forget(lost)
+            self._policy.turn_to(place, new=True)
+            return act(name)
+
+        return self._begin(number, self._training, begin)
 
     def _load(self, asked: dict[str, Any]) -> Answer:
         path = str(asked["path"])
@@ -219,27 +224,25 @@ class TinkerServer:
             )
         self._check_base(asked.get("base_model"))
         folder = self._saved[path]
-        if asked.get("session_id"):
-            name, number = f"{asked['session_id']}:train:{int(asked['model_seq_id'])}", 0
-        else:
-            name, number = asked["model_id"], int(asked["seq_id"])
-            self._check_model(name)
 
-        def load() -> Answer:
-            if self._initial == Path():
-                self._initial = self._policy.save()
+        def load(name: str) -> Answer:
             self._policy.load(folder)
-            self._model = name
             return {"type": "load_weights", "path": path, "model_id": name}
 
-        return self._begin(f"{name}:{number}", self._training, load)
+        if asked.get("session_id"):
+            return self._begin_model(asked, load)
+        name = asked["model_id"]
+        return self._in_turn(name, int(asked["seq_id"]), lambda: load(name))
 
     def _in_turn(self, name: str, number: int, act: Callable[[], Answer]) -> Answer:
-        def checked() -> Answer:
-            self._check_model(name)
+        """Has something done with a model."""
+        self._models.place(name)
+
+        def turned() -> Answer:
+            self._policy.turn_to(self._models.place(name))
             return act()
 
-        return self._begin(f"{name}:{number}", self._training, checked)
+        return self._begin(f"{name}:{number}", self._training, turned)
 
     def _save(self, asked: dict[str, Any]) -> Answer:
         name, number = asked["model_id"], int(asked["seq_id"])
@@ -257,13 +260,13 @@ class TinkerServer:
         name, number, label = asked["model_id"], int(asked["seq_id"]), asked.get("path")
 
         def publish() -> Answer:
-            self._published = self._policy.publish()
+            folder = self._policy.save_adapter(self._samplers.new_folder())
             if label is None:
                 session = f"{name}:sample:{asked.get('sampling_session_seq_id')}"
-                self._samplers[session] = "", self._published
+                self._samplers.begin(session, "", folder, owner=name)
                 return {"type": "save_weights_for_sampler", "sampling_session_id": session}
             path = f"tinker://{name}/sampler_weights/{label}"
-            self._paths[path] = self._published
+            self._samplers.name(path, folder)
             return {"type": "save_weights_for_sampler", "path": path}
 
         return self._in_turn(name, number, publish)
@@ -271,19 +274,17 @@ class TinkerServer:
     def _sampler(self, asked: dict[str, Any]) -> Answer:
         self._check_base(asked.get("base_model"))
         path = asked.get("model_path")
-        if path is not None and path not in self._paths:
-            raise ConfigError(f"{printable(str(path))} is no path of weights for samplers that this server has made")
+        folder = self._untrained if path is None else self._samplers.of_path(str(path))
         name = f"{asked['session_id']}:sample:{int(asked['sampling_session_seq_id'])}"
-        self._samplers[name] = path or "", self._paths[path] if path else 0
+        self._samplers.begin(name, path or "", folder)
         return {"type": "create_sampling_session", "sampling_session_id": name}
 
     def _sample(self, asked: dict[str, Any]) -> Answer:
-        name, number = asked["sampling_session_id"], int(asked["seq_id"])
-        if name not in self._samplers:
-            raise ConfigError(f"{printable(str(name))} is no sampling session of this server")
-        for key in ("prompt_logprobs", "topk_prompt_logprobs", "topk_sample_logprobs", "target_prompt_logprobs"):
+        name, number = str(asked["sampling_session_id"]), int(asked["seq_id"])
+        self._samplers.path_of(name)
+        for key in ("topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k"):
             if asked.get(key):
-                raise ConfigError(f"{key}: this server tells log-probabilities of sampled tokens alone")
+                raise ConfigError(f"{key}: this server tells log-probabilities of sampled tokens and of prompts alone")
         prompt = []
         for chunk in asked["prompt"]["chunks"]:
             if chunk.get("type") != "encoded_text":
@@ -301,23 +302,41 @@ class TinkerServer:
             "stop_tokens": stop,
             "seed": given.get("seed"),
         }
+        score = self._scorer(asked, prompt)
 
         def sample() -> Answer:
-            _, version = self._samplers[name]
-            if version != self._published:
-                raise ConfigError(
-                    f"engines hold version {self._published}, and this sampler is of version {version}: make another "
-                    "from weights that are saved now"
-                )
-            [answers] = self._policy.sample([prompt], n, **keys)
-            if any((answer.versions != version).any() for answer in answers):
-                raise ConfigError(f"engines went on from version {version} while they sampled: make another sampler")
+            with self._samplers.using(name) as adapter:
+                scored = score(adapter)  # first: engines keep its prefill for the answers
+                [answers] = self._policy.sample([prompt], n, adapter=adapter, **keys)
             cut = [answer.finish_reason == "length" for answer in answers]
             pairs = zip(answers, cut, strict=True)
-            return tinker_wire.sample_reply([(answer.tokens, answer.logprobs, was) for answer, was in pairs])
+            return tinker_wire.sample_reply([(answer.tokens, answer.logprobs, was) for answer, was in pairs], scored)
 
         ids = [f"{name}:{number}:{k}" for k in range(n)]
         return self._begin(f"{name}:{number}", self._sampling, sample) | {"sample_sequence_ids": ids}
+
+    def _scorer(self, asked: dict[str, Any], prompt: list[int]) -> Callable[[Path], PromptScore | None]:
+        """Returns what finds out the log-probabilities of the prompt that are asked for, of an adapter. Raises
+        ConfigError."""
+        length, top_k = len(prompt), int(asked.get("topk_prompt_logprobs") or 0)
+        last = asked.get("prompt_logprobs_last_n")
+        if not asked.get("prompt_logprobs") and not top_k:
+            return lambda _: None
+        if last is not None and not 1 <= last < length:
+            raise ConfigError(f"prompt_logprobs_last_n: {last}, and the prompt has {length} tokens")
+        first = 1 if last is None else length - last
+
+        def score(adapter: Path) -> PromptScore:
+            logprobs, tokens = np.full(length, np.nan, np.float32), np.zeros((length, top_k), np.int32)
+            likely = np.full(tokens.shape, np.nan, np.float32)
+            if length > 1:
+                [told] = self._policy.score([prompt], top_k, adapter)
+                columns = (logprobs, told.logprobs), (tokens, told.likely_tokens), (likely, told.likely_logprobs)
+                for column, values in columns:
+                    column[first:] = values[first - 1 :]
+            return PromptScore(logprobs if asked.get("prompt_logprobs") else None, tokens, likely)
+
+        return score
 
     def _step(self, asked: dict[str, Any]) -> Answer:
         given = asked.get("adam_params")
@@ -367,10 +386,12 @@ def _error(status: int, problem: str) -> web.Response:
 def config_of(file: str, overrides: list[str]) -> Config:
     """Returns the config of a server: its Adam is that of clients, unless an override says otherwise. Raises
     ConfigError."""
-    own = [f"optimizer.{name}={value}" for name, value in ADAM.items()]
-    config = config_file.load(file, ["mode=driven", "checkpoint.keep_every=1", *own, *overrides])
-    if not config.lora.rank:
+    own = ["mode=driven", "checkpoint.keep_every=1", *(f"optimizer.{name}={value}" for name, value in ADAM.items())]
+    if not config_file.load(file, [*own, *overrides]).lora.rank:
         raise ConfigError("lora.rank: clients of tinker train adapters: give their rank")
+    config = config_file.load(file, [*own, f"lora.adapters={ADAPTERS}", *overrides])
+    if config.lora.merge:
+        raise ConfigError("lora.merge: engines answer clients of tinker with adapters beside the model: leave it out")
     if config.rollout.temperature != 1:
         raise ConfigError("rollout.temperature: clients of tinker take losses at temperature 1: leave it out")
     return config

@@ -37,11 +37,14 @@ _MESSAGES = {
     "Metric": {"key": (1, "string"), "value": (2, "double")},
     "Output": {"type": (1, "string"), "records": (2, "Records*"), "metrics": (3, "Metric*")},
     "Sequence": {"stop_reason": (1, "int32"), "tokens": (2, "bytes"), "logprobs": (3, "bytes")},
-    "Sampled": {"sequences": (1, "Sequence*")},
+    "Likely": {"tokens": (1, "bytes"), "logprobs": (2, "bytes"), "k": (3, "int32"), "length": (4, "int32")},
+    "Sampled": {"sequences": (1, "Sequence*"), "prompt_logprobs": (2, "bytes"), "likely": (3, "Likely")},
 }
 """Message → field → its number and type; `*`: any number of them."""
 _FLOAT32, _DTYPES = 1, {1: np.dtype("<f4"), 2: np.dtype("<i8")}
 _STOP, _LENGTH = 0, 1
+_UNKNOWN = -99999.0
+"""What clients take for no log-probability in the place of a likely token."""
 
 
 @dataclass(frozen=True)
@@ -92,9 +95,28 @@ def loss_reply(logprobs: Sequence[np.ndarray], metrics: Mapping[str, float]) -> 
     return message.SerializeToString()
 
 
-def sample_reply(answers: Sequence[tuple[Sequence[int], np.ndarray, bool]]) -> bytes:
+@dataclass(frozen=True)
+class PromptScore:
+    """Log-probabilities of a prompt of n tokens; NaN for tokens that nothing is told of."""
+
+    logprobs: np.ndarray | None
+    """float32 [n]; None: they were not asked for."""
+    likely_tokens: np.ndarray
+    """int32 [n, k]: the likeliest tokens in the place of each."""
+    likely_logprobs: np.ndarray
+    """float32 [n, k]"""
+
+
+def sample_reply(answers: Sequence[tuple[Sequence[int], np.ndarray, bool]], prompt: PromptScore | None = None) -> bytes:
     """`answers`: tokens, their log-probabilities, and whether they were cut."""
     message = _CLASSES["Sampled"]()
+    if prompt:
+        if prompt.logprobs is not None:
+            message.prompt_logprobs = prompt.logprobs.astype("<f4").tobytes()
+        message.likely.length, message.likely.k = prompt.likely_tokens.shape
+        unknown = np.isnan(prompt.likely_logprobs)
+        message.likely.tokens = np.where(unknown, 0, prompt.likely_tokens).astype("<i4").tobytes()
+        message.likely.logprobs = np.where(unknown, _UNKNOWN, prompt.likely_logprobs).astype("<f4").tobytes()
     for tokens, logprobs, cut in answers:
         message.sequences.add(
             stop_reason=_LENGTH if cut else _STOP,

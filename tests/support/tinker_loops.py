@@ -64,6 +64,78 @@ def reinforced(service, iterations=15):
     return training, found
 
 
+def scored(service):
+    """Returns what a sampler of the model itself tells of a prompt: log-probabilities in three ways, and the likeliest
+    tokens."""
+    sampler, prompt = service.create_sampling_client(base_model="model"), [3, 4, 5, 11, 3, 8, 8]
+    text, parameters = types.ModelInput.from_ints(prompt), types.SamplingParams(max_tokens=2, temperature=0.7)
+    asked = {"include_prompt_logprobs": True, "topk_prompt_logprobs": 3}
+    answered = sampler.sample(text, 2, parameters, **asked).result()
+    last = sampler.sample(text, 1, parameters, **asked, prompt_logprobs_last_n=2).result()
+    likely = sampler.sample(text, 1, parameters, topk_prompt_logprobs=1).result()
+    single = types.ModelInput.from_ints(prompt[:1])
+    return {
+        "prompt": prompt,
+        "computed": sampler.compute_logprobs(text).result(),
+        "sampled": [len(sequence.tokens) for sequence in answered.sequences],
+        "included": answered.prompt_logprobs,
+        "likely": answered.topk_prompt_logprobs,
+        "last": [last.prompt_logprobs, last.topk_prompt_logprobs],
+        "likely_alone": [likely.prompt_logprobs, likely.topk_prompt_logprobs],
+        "single": sampler.compute_logprobs(single).result(),
+        "wrong": [
+            refused(lambda: sampler.sample(text, 1, parameters, topk_prompt_logprobs=21).result()),
+            refused(lambda: sampler.sample(text, 1, parameters, topk_sample_logprobs=1).result()),
+            refused(lambda: sampler.compute_logprobs(text, prompt_logprobs_last_n=len(prompt)).result()),
+        ],
+    }
+
+
+def lesson(training, answer, steps=4):
+    """Trains with two gradients a step; yields after every call, at last what trainers and a sampler say of a prompt
+    after each step."""
+    found, probe = [], [3, 4, 5, 11, 3, 8]
+    text, scored = types.ModelInput.from_ints(probe), datum(probe[:1], probe[1:], weights=[1.0] * 5)
+    for step in range(steps):
+        for half in range(2):
+            random.seed(10 * step + half)
+            prompts = [[random.randrange(3, 9) for _ in range(4)] for _ in range(4)]
+            batch = [datum(prompt, answer, weights=[1.0] * len(answer)) for prompt in prompts]
+            training.forward_backward(batch, "cross_entropy").result()
+            yield
+        training.optim_step(ADAM).result()
+        yield
+        told = training.forward([scored], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].data
+        yield
+        sampler = training.save_weights_and_get_sampling_client().result()
+        found.append([told, sampler.compute_logprobs(text).result()[1:]])
+        yield
+    yield found
+
+
+def side_by_side(service):
+    """Trains two models one after the other, then two call by call in turns, and tells what became of each, and of a
+    model more than there is room for."""
+    lessons = [8, 6, 4, 7, END], [5, 5, 3, END]
+    alone = []
+    for answer in lessons:
+        one = tinker.ServiceClient()
+        alone.append([*lesson(client(one), answer)][-1])
+        one.close("success").result()
+    other = tinker.ServiceClient()
+    models = [client(service), client(other)]
+    running = [lesson(model, answer) for model, answer in zip(models, lessons, strict=True)]
+    turns = [*zip(*running, strict=True)]
+    saved = models[0].save_state("one").result().path
+    for model in models:
+        model.save_weights_for_sampler("last").result()
+    crowded = refused(lambda: client(service))
+    other.close("success").result()
+    again = service.create_training_client_from_state_with_optimizer(saved).result()
+    after = [[*lesson(model, lessons[1], 1)][-1] for model in (models[0], again)]
+    return {"alone": alone, "turns": turns[-1], "crowded": crowded, "after": after}
+
+
 def refused(call):
     """Returns the line of the error that a call ends with."""
     try:
@@ -74,7 +146,7 @@ def refused(call):
 
 
 def mistakes(service):
-    """Returns what becomes of wrong input, of a model that another one has replaced, and of a saved state."""
+    """Returns what becomes of wrong input, of an older sampler, and of a saved state."""
     first = client(service)
     good = datum([3, 4], [5, 6], weights=[1.0, 1.0])
 
@@ -91,9 +163,10 @@ def mistakes(service):
     path = first.save_weights_for_sampler("other").result().path
     parameters = types.SamplingParams(max_tokens=3, temperature=1.0)
     text = types.ModelInput.from_ints([3, 4])
-    samples = service.create_sampling_client(model_path=path).sample(text, 2, parameters).result().sequences
+    later = service.create_sampling_client(model_path=path)
+    samples = later.sample(text, 2, parameters).result().sequences
+    told = [each.compute_logprobs(text).result()[1] for each in (sampler, later)]
     wrong = {
-        "stale": refused(lambda: sampler.sample(text, 1, parameters).result()),
         "loss": refused(lambda: first.forward_backward([good], "dro").result()),
         "lacking": refused(lambda: first.forward_backward([good], "ppo").result()),
         "length": refused(
@@ -119,12 +192,12 @@ def mistakes(service):
     }
     second = client(service)
     anew = probe(second)
-    wrong["replaced"] = refused(lambda: first.forward_backward([good], "cross_entropy").result())
-    third = service.create_training_client_from_state_with_optimizer(saved).result()
+    second.load_state_with_optimizer(saved).result()
     return {
         "wrong": wrong,
+        "told": told,
         "begun": [begun, anew],
-        "saved": [at_save, probe(third)],
+        "saved": [at_save, probe(second)],
         "sampled": [len(sequence.tokens) for sequence in samples],
     }
 
@@ -135,8 +208,13 @@ def main(what):
         found = supervised(service)[1]
     elif what == "reinforced":
         found = reinforced(service)[1]
+    elif what == "scored":
+        found = scored(service)
+    elif what == "side_by_side":
+        found = side_by_side(service)
     else:
         found = mistakes(service)
+    service.close("success").result()
     print(json.dumps(found), flush=True)
 
 
