@@ -24,7 +24,9 @@ from areal_megatron.config.algorithms import PUBLISHED
 
 ROOT = Path(__file__).resolve().parents[1]
 MADE = "made by `python tools/reference.py`"
-TYPES = {"int": "whole number", "float": "number", "bool": "true or false", "str": "text"}
+TYPES = {"int": "integer", "float": "number", "bool": "true or false", "str": "text"}
+COMMON = {"CONFIG": "YAML file, see configs/", "[key=value …]": "override a key of the config"}
+"""Arguments of many commands, with their help: the top of the page of commands says what they are."""
 DECIDED = {key for algorithm in PUBLISHED.values() for key in algorithm.defaults}
 """Keys whose default is that of ppo.algorithm."""
 
@@ -34,11 +36,9 @@ def keys() -> str:
     lines = [
         "# Config keys",
         "",
-        f"Every key of a config: its type, its default, its range and what it means ({MADE}",
-        "from `areal_megatron/config/fields.py`). A config is a YAML file of the keys that differ from their defaults.",
-        "`key=value` on the command line overrides one, and completes in a shell (`areal completion bash`). A key that",
-        "does not exist, a value of another type or out of range, and keys that contradict each other are refused in",
-        "one line before anything starts.",
+        f"Every key of a config ({MADE} from `areal_megatron/config/fields.py`). A config is a",
+        "YAML file of the keys that differ from their defaults. `key=value` on the command line overrides one, and",
+        "completes in a shell (`areal completion bash`).",
         "",
         "**Required** are `name`, `updates`, `model.path`, and `data.train` or `environments`.",
         "",
@@ -63,7 +63,7 @@ def keys() -> str:
         table = [row for row in rows if row.startswith("|")]
         lines += [f"## {titles[section]}", "", *text]
         if table:
-            lines += ["| key | type | default | range | meaning |", "|---|---|---|---|---|", *table, ""]
+            lines += ["| key | value | default | meaning |", "|---|---|---|---|", *table, ""]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -99,13 +99,13 @@ def _own_docstring(section: type) -> str:
 
 def _row(shown: str, leaf: str, name: str, f: Field, meaning: str) -> str:
     limits, choices = f.metadata.get("limits", {}), f.metadata.get("choices", ())
-    kind = "name" if choices else TYPES.get(f.type, "options by name")
-    span = ", ".join(f"`{choice}`" for choice in choices) or " and ".join(
+    span = " and ".join(
         f"{limit} {value:,g}" if abs(value) < 1e6 else f"{limit} {value:.0f}" for limit, value in limits.items()
     )
-    needs = [f"only with `{shown.removesuffix(f.name)}{needed}`"] if (needed := f.metadata.get("needs")) else []
-    span = "; ".join([span, *needs] if span else needs)
-    return f"| `{shown}` | {kind} | {_default(name, f)} | {span} | {_cell(_linked(meaning))} |"
+    kind = ", ".join(f"`{choice}`" for choice in choices) or TYPES.get(f.type, "options by name")
+    needs = f"; with `{shown.removesuffix(f.name)}{needed}`" if (needed := f.metadata.get("needs")) else ""
+    value = f"{kind} {span}".rstrip() + needs
+    return f"| `{shown}` | {value} | {_default(name, f)} | {_cell(_linked(meaning))} |"
 
 
 def _default(name: str, f: Field) -> str:
@@ -142,7 +142,8 @@ def commands() -> str:
         "",
         f"Every command of `areal` with its arguments and options ({MADE} from their parsers).",
         f"`areal COMMAND --help` prints the same; `areal completion {'|'.join(SHELLS)}` prints what has a shell",
-        "complete them. Exit code 2: the input is wrong, as one line says; [the others](operations.md#exit-codes).",
+        "complete them. CONFIG is a YAML file ([start.md](start.md#3-write-a-config)), and `key=value` overrides a key",
+        "of it. [Exit codes](operations.md#exit-codes).",
         "",
         "| command | what it does |",
         "|---|---|",
@@ -153,8 +154,9 @@ def commands() -> str:
     for name, command in COMMANDS.items():
         parser = parser_of(command.module)
         lines += [f"## areal {name}", ""]
+        said: dict[str, str] = {}
         for inner, words in _parsers(parser, f"areal {name}"):
-            lines += [*_page(inner, words), ""]
+            lines += [*_page(inner, words, said), ""]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -168,14 +170,20 @@ def _parsers(parser: argparse.ArgumentParser, words: str) -> Iterator[tuple[argp
             yield from _parsers(part, f"{words} {name}")
 
 
-def _page(parser: argparse.ArgumentParser, words: str) -> list[str]:
+def _page(parser: argparse.ArgumentParser, words: str, said: dict[str, str]) -> list[str]:
+    """The usage of a command and the table of what is not said yet: `said` has the rows of its actions so far."""
     actions = [a for a in parser._actions if a.dest != "help" and a.help is not argparse.SUPPRESS]
     actions.sort(key=lambda action: bool(action.option_strings))
     needed = " ".join(_usage(action) for action in actions if action.required or not action.option_strings)
     options = " [options]" if any(a.option_strings and not a.required for a in actions) else ""
-    lines = ["```", f"{words} {needed}{options}", "```", ""]
-    lines += ["| argument | default | what it is |", "|---|---|---|"]
-    return lines + [f"| `{_usage(a)}` | {_option_default(a)} | {_cell(_help(parser, a))} |" for a in actions]
+    lines = ["```", f"{words} {needed}{options}", "```"]
+    rows = {_usage(a): f"{_cell(_help(parser, a))}{_option_default(a)}" for a in actions}
+    rows = {usage: what for usage, what in rows.items() if COMMON.get(usage) != what}
+    new = [f"| `{usage}` | {what} |" for usage, what in rows.items() if said.get(usage) != what]
+    again = [f"`{usage.split()[0]}`" for usage, what in rows.items() if said.get(usage) == what]
+    said |= rows
+    lines += ["", "| argument | what it is |", "|---|---|", *new] if new else []
+    return [*lines, *(["", f"As above: {', '.join(again)}."] if again else [])]
 
 
 def _usage(action: argparse.Action) -> str:
@@ -192,7 +200,7 @@ def _option_default(action: argparse.Action) -> str:
     said = "default" in (action.help or "") or action.required or action.nargs == 0 or not action.option_strings
     if said or action.default is None or action.default in (False, "", [], {}, float("inf")):
         return ""
-    return f"`{_value(action.default)}`"
+    return f"; default: {_value(action.default)}"
 
 
 def _help(parser: argparse.ArgumentParser, action: argparse.Action) -> str:

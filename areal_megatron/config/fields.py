@@ -47,8 +47,7 @@ class ModelConfig:
     """Dtype of the parameters in trainers and engines; optimizer states and gradients are float32. Which one to take:
     docs/algorithms.md, "Numerics"."""
     head_dtype: str = key("float32", choices=("float32", "model"))
-    """Dtype of the logits, in trainers and engines: the product of hidden states and output layer, which both have
-    `dtype`, is rounded to it."""
+    """Dtype of the logits, in trainers and engines; hidden states and output layer have `dtype`."""
 
 
 @dataclass
@@ -60,21 +59,18 @@ class LoraConfig:
     alpha: float = key(32.0, above=0, needs="rank")
     """What an adapter gives is multiplied by alpha/rank, by PEFT's definition."""
     targets: str = key("all-linear", needs="rank")
-    """The linear layers that get an adapter, by the names that PEFT and Hugging Face have for them: `q_proj,v_proj`.
-    `all-linear`: all but the output layer and, of a model with experts, those that a router chooses (docs/adapters.md).
-    """
+    """Linear layers that get an adapter, by PEFT's names: `q_proj,v_proj`; `all-linear`: all but the output layer and
+    routed experts (docs/adapters.md)."""
     dropout: float = key(0.0, at_least=0, below=1, needs="rank")
-    """The share of what an adapter gets that is set to zero, at random, where gradients are computed
-    (docs/adapters.md)."""
+    """Share of an adapter's input that is set to zero where gradients are computed (docs/adapters.md)."""
     use_rslora: bool = key(False, needs="rank")
     """Multiply by alpha/√rank instead (rsLoRA)."""
     start: str = key("", needs="rank")
-    """Adapter to start from, PEFT's folder or OWNER/NAME[@REVISION] on the Hugging Face hub; its adapter_config.json
-    must agree with the keys above. Empty: an adapter that changes nothing yet."""
+    """Adapter to start from: PEFT's folder or OWNER/NAME[@REVISION] on the Hugging Face hub."""
     adapters: int = key(1, at_least=1, at_most=64, needs="rank")
     """How many adapters a program trains side by side (docs/loop.md); engines have room for as many at a time."""
     merge: bool = key(False, needs="rank")
-    """Send engines whole weights, with the adapters added to them, instead of the adapters."""
+    """Send engines whole weights, with the adapters added, instead of the adapters."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -85,18 +81,14 @@ class LoraConfig:
 @dataclass
 class DataConfig:
     train: str = ""
-    """JSONL, Parquet or a folder, or OWNER/NAME[@REVISION][:[SUBSET/]SPLIT] on the Hugging Face hub; a row has `prompt`
-    and `answer` (RL), `messages`, or `prompt` and `response` (SFT), or `prompt`, `chosen` and `rejected` (DPO, reward
-    models), or is of another format (docs/data.md, docs/supervised.md). Several:
-    `a.jsonl,b.parquet`; with their shares of the prompts: `a.jsonl:0.7,b.parquet:0.3`."""
+    """File, folder, or OWNER/NAME[@REVISION][:[SUBSET/]SPLIT] on the Hugging Face hub (docs/data.md,
+    docs/supervised.md). Several: `a.jsonl,b.parquet`; with their shares of the prompts: `a.jsonl:0.7,b.parquet:0.3`."""
     eval: str = ""
-    """Held-out prompts, given as for `train` but without shares; every evaluation asks all of them. Empty: no
-    evaluation."""
+    """Held-out prompts, given as for `train` but without shares. Empty: no evaluation."""
     max_prompt_tokens: int = key(1024, at_least=1)
     """Longer prompts are skipped and counted."""
     unusable_rows: str = key("refuse", choices=("refuse", "skip"))
-    """What becomes of a row without a prompt, or without an answer that the reward function can use, and of an unusable
-    conversation: the run does not start, or the row is left out and counted (docs/data.md)."""
+    """With a row that cannot be used the run does not start; or it is left out and counted (docs/data.md)."""
     allow_overlap: bool = False
     """Begin a run although prompts of `eval` are in `train` too."""
 
@@ -106,27 +98,26 @@ class MachineConfig:
     slots: int = key(0, at_least=0)
     """GPUs (or CPU cores) for both pools; 0: all that this machine has."""
     shared: bool = False
-    """Trainer ranks and engines take the same slots, at most one rank of each on a slot, instead of slots of their own:
-    for one GPU, or a few. On GPUs the launcher divides the memory between them (docs/launching.md)."""
+    """Trainer ranks and engines take the same slots, at most one rank of each on a slot: for one GPU, or a few
+    (docs/launching.md)."""
     device: str = key("auto", choices=("auto", "cpu", "cuda"))
     """What trainers and engines compute on; `auto`: GPUs where the machine has some."""
     host: str = "127.0.0.1"
-    """Address on which controller, engines and rendezvous listen; or a network interface, such as ib0, whose address is
-    looked up on each node; or `auto`: the interface of the default route."""
+    """Address on which controller, engines and rendezvous listen; or a network interface, such as ib0; or `auto`: the
+    interface of the default route."""
     peer_timeout_s: float = key(600.0, above=0)
-    """Longest wait for another process of the run to answer, join or make progress; then the run ends with an error
-    that names it."""
+    """Longest wait for another process of the run; then the run ends with an error that names it."""
     silence_s: float = key(180.0, at_least=30)
-    """A node (or MPI slot) that says nothing for so long is lost. Shorter than this may be a file server or a network
-    that changes over to its spare."""
+    """A node (or MPI slot) that says nothing for so long is lost; longer than a file server or network takes to change
+    over to its spare."""
     gather_s: float = key(600.0, above=0)
-    """Longest wait for all nodes (or MPI slots) of a job to answer at its start; then a Slurm job is queued again."""
+    """Longest wait for all nodes (or MPI slots) of a job at its start; then a Slurm job is queued again."""
     lease_s: float = key(90.0, at_least=5)
-    """A run whose launcher lives cannot be started again. One whose launcher may be gone with its machine can, once its
-    heartbeat in the run folder has stalled for this number of seconds; longer than a file server's failover."""
+    """A run can be started again once the heartbeat of a launcher that may be gone has stalled for this number of
+    seconds; longer than a file server's failover."""
     check_versions: bool = True
-    """Refuse to start with other versions of torch, megatron-core, vLLM and TransformerEngine than those that this code
-    was written for (areal_megatron/run/extras.py)."""
+    """Refuse other versions of torch, megatron-core, vLLM and TransformerEngine than this code was written for
+    (areal_megatron/run/extras.py)."""
 
     @property
     def ask_again_s(self) -> float:
@@ -144,35 +135,32 @@ class TrainerConfig:
     tp: int = key(1, at_least=1)
     """Tensor-parallel size."""
     cp: int = key(1, at_least=1)
-    """Context-parallel size: ranks that divide the tokens of a micro-batch, for answers too long for one rank."""
+    """Context-parallel size: ranks that divide the tokens of a micro-batch."""
     pp: int = key(1, at_least=1)
     """Pipeline stages."""
     dp: int = key(1, at_least=1)
     """Data-parallel replicas."""
     ep: int = key(1, at_least=1)
-    """Expert-parallel size: ranks that share the experts of a model with experts; divides tp · cp · dp / etp."""
+    """Expert-parallel size; divides tp · cp · dp / etp."""
     etp: int = key(0, at_least=0)
     """Tensor-parallel size of the experts; 0: as tp."""
     vpp: int = key(1, at_least=1)
     """Virtual pipeline stages of each rank: smaller bubbles, more messages."""
     recompute: str = key("auto", choices=("auto", "none", "elementwise", "mlp", "full"))
-    """What the backward pass recomputes instead of keeping it: nothing; norms and the MLP's activation function
-    (`elementwise`); these and the product before that function (`mlp`); whole layers (`full`). `auto`: what costs the
-    fewest FLOPs within the memory of the GPUs, as the launcher decides; nothing on CPU (docs/launching.md)."""
+    """What the backward pass recomputes instead of keeping it; `auto`: what costs the fewest FLOPs within the memory of
+    the GPUs (docs/launching.md)."""
     recompute_layers: int = key(0, at_least=0)
-    """The first n layers of each virtual pipeline stage use `recompute`; the others use its next cheaper value: mlp,
-    elementwise, none. 0: all layers alike."""
+    """The first n layers of each virtual pipeline stage use `recompute`, the others the next cheaper value. 0: all
+    layers alike."""
     attention: str = key("auto", choices=("auto", "fa2", "fa3", "fa4"))
-    """FlashAttention on GPUs: the version named, or `auto`: the fastest that is installed and works
-    (docs/hardware.md)."""
+    """FlashAttention on GPUs: the version named, or the fastest that works (docs/hardware.md)."""
     expert_dispatch: str = key("alltoall", choices=("alltoall", "flex"))
-    """How tokens reach experts of other ranks: by NCCL; or `flex`, by DeepEP, which sends a token to each node at most
-    once (docs/hardware.md)."""
+    """How tokens reach experts of other ranks: by NCCL; `flex`: by DeepEP (docs/hardware.md)."""
     microbatch_tokens: int = key(32768, at_least=1)
     """Most tokens of a packed micro-batch, over all of its cp ranks; a longer trajectory gets one of its own."""
     share_prompts: bool = True
     """Compute the prompt of a group once for all its answers in a micro-batch, where that saves enough
-    (docs/packing.md). What is trained is the same without it."""
+    (docs/packing.md)."""
     megatron: dict[str, Any] = field(default_factory=dict)
     """Fields of megatron-core's TransformerConfig, by its own names (docs/options.md)."""
 
@@ -204,12 +192,12 @@ class OptimizerConfig:
     lr: float = key(2e-5, at_least=0)
     """Learning rate after the warm-up."""
     schedule: str = key("constant", choices=("constant", "cosine", "linear"))
-    """How the learning rate goes on after the warm-up; cosine and linear end at 0."""
+    """Learning rate after the warm-up; cosine and linear end at 0."""
     warmup_steps: int = key(20, at_least=0)
-    """First optimizer steps of the run, over which the learning rate rises from 0; by default no more than a tenth of
-    all steps."""
+    """First optimizer steps, over which the learning rate rises from 0; by default no more than a tenth of all steps.
+    """
     weight_decay: float = key(0.05, at_least=0)
-    """Decay of the weights, which AdamW takes apart from the gradient."""
+    """Decay of the weights."""
     beta1: float = key(0.9, at_least=0, below=1)
     """Decay of the mean of gradients, β₁."""
     beta2: float = key(0.95, at_least=0, below=1)
@@ -217,24 +205,24 @@ class OptimizerConfig:
     eps: float = key(1e-5, above=0)
     """Added to the root of that mean, ε."""
     staleness_kl: float = key(0.07, at_least=0)
-    """Largest KL divergence of the policy from its stale samples, as a share of the entropy. The rate of each update is
-    scaled down to keep to it (docs/staleness.md). 0: never."""
+    """Largest KL divergence of the policy from its stale samples, as a share of the entropy: rates are scaled down to
+    keep to it (docs/staleness.md). 0: never."""
     clip_grad: float = key(1.0, at_least=0)
     """Largest norm of the gradient; 0: not clipped."""
     on_host: bool = False
-    """Main parameters and moments are in the memory of the hosts, whose cores make the steps: slower, for GPUs that
-    have no room for 12 bytes a parameter (docs/launching.md)."""
+    """Main parameters and moments are in the memory of the hosts: slower, for GPUs without room for 12 bytes a
+    parameter (docs/launching.md)."""
 
 
 @dataclass
 class CorrectionConfig:
-    """What is done about importance weights w = π_prox/π_behav far from 1; 0 switches a correction off. All that are on
-    are applied (docs/algorithms.md)."""
+    """Bounds on importance weights w = π_prox/π_behav; 0 switches one off, and all that are on are applied
+    (docs/algorithms.md)."""
 
     truncate: float = key(5.0, at_least=0)
     """w is capped at this."""
     product_truncate: float = key(0.0, at_least=0)
-    """w becomes the product of w over the trajectory's tokens, capped at this, for each of them."""
+    """w becomes the product of w over the trajectory's tokens, capped at this."""
     mask_low: float = key(0.0, at_least=0, below=1)
     """Tokens with w below this are masked."""
     mask_high: float = key(0.0, at_least=0)
@@ -271,22 +259,21 @@ class PenaltyConfig:
     entropy: float = key(0.0, at_least=0)
     """Coefficient of the entropy bonus."""
     kl: float = key(0.0, at_least=0)
-    """Coefficient of the KL divergence from the weights of model.path, which the trainers then keep a copy of."""
+    """Coefficient of the KL divergence from model.path, of which trainers keep a copy."""
     kl_form: str = key("k2", choices=("k1", "k2", "k3", "forward", "reverse"), needs="kl")
-    """Estimator of that divergence, after Schulman; k1 is subtracted from the advantages. `forward`, `reverse`: the
-    divergence from served.teacher itself, over the tokens that it finds likeliest."""
+    """Estimator of that divergence; k1 is subtracted from the advantages. `forward`, `reverse`: the divergence itself,
+    over the tokens that served.teacher finds likeliest."""
     kl_top_k: int = key(16, at_least=1, needs="kl")
-    """How many these are, with kl_form=forward or reverse; all others count as one."""
+    """Number of these tokens; all others count as one."""
     kl_model: str = key("", needs="kl")
-    """Hugging Face directory, or name on the hub, of another model that the divergence is from: a teacher, of any size,
-    with the tokenizer of model.path (docs/algorithms.md, "Distillation"). `served.teacher`: the engines of that model
-    are asked, or of the teacher that a row names. Empty: model.path."""
+    """Another model that the divergence is from, as `model.path`: a teacher (docs/algorithms.md, "Distillation"), or
+    `served.teacher`. Empty: model.path."""
     kl_weighted: bool = True
-    """k2 and k3 are times π_θ/π_behav, up to ppo.correction.truncate, since older policies sampled the tokens."""
+    """k2 and k3 are times π_θ/π_behav, up to ppo.correction.truncate."""
     kl_cov: float = key(0.0, at_least=0)
     """Coefficient of |log π_θ/π_prox| of the tokens by which entropy falls most (KL-Cov)."""
     kl_cov_share: float = key(0.002, above=0, at_most=1, needs="kl_cov")
-    """How many they are, as a share of a mini-batch's tokens."""
+    """Share of a mini-batch's tokens that count."""
 
     @property
     def asks_teacher(self) -> bool:
@@ -323,33 +310,32 @@ class CriticConfig:
     clip: float = key(0.0, at_least=0, needs="lr")
     """A value gains nothing from moving by more than this in one update; 0: not clipped."""
     warmup: int = key(0, at_least=0, needs="lr")
-    """First updates of the run, in which the critic alone is trained."""
+    """First updates, in which the critic alone is trained."""
 
 
 @dataclass
 class PPOConfig:
     objective: str = key("decoupled", choices=("decoupled", "naive", "loglinear"))
-    """`naive`: the behaviour policy is the proximal policy (paper, Table 2); `loglinear`: the proximal policy is
-    interpolated between the behaviour and the current one by their versions, which saves a forward pass."""
+    """`naive`: the behaviour policy is the proximal policy; `loglinear`: the proximal policy is interpolated between
+    the behaviour and the current one, which saves a forward pass (docs/algorithms.md)."""
     minibatches: int = key(4, at_least=1)
     """Optimizer steps per batch."""
     algorithm: str = key("ppo", choices=tuple(PUBLISHED))
-    """Advantage, loss and mean (docs/algorithms.md). The clip and the rewards that it is published with are the
-    defaults of clip_low, clip_high, reward.wrong and reward.right."""
+    """Advantage, loss and mean (docs/algorithms.md); decides the defaults of clip_low, clip_high, reward.wrong and
+    reward.right."""
     clip_low: float = key(0.2, above=0, at_most=1)
-    """The ratio π_θ/π_prox is clipped at 1 − clip_low from below. Default: the algorithm's."""
+    """The ratio π_θ/π_prox is clipped at 1 − clip_low from below …"""
     clip_high: float = key(0.2, above=0)
-    """… and at 1 + clip_high from above. Default: the algorithm's."""
+    """… and at 1 + clip_high from above."""
     dual_clip: float = key(0.0, at_least=0)
-    """Where the advantage is negative, the ratio counts as this at most, such as 3. 0: not bounded there."""
+    """Where the advantage is negative, the ratio counts as this at most. 0: not bounded there."""
     sapo_positive: float = key(1.0, above=0)
     """Temperature of the gate that `sapo` has in place of clipping, for positive advantages."""
     sapo_negative: float = key(1.05, above=0)
     """… and for negative ones: the higher, the sooner a ratio away from 1 counts for little."""
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     rewards: bool = True
-    """Train on rewards. Without them only the penalties are trained, and rewards are logged: with ppo.penalty.kl_model
-    that is distillation."""
+    """Train on rewards; without them only on the penalties, as in distillation."""
     penalty: PenaltyConfig = field(default_factory=PenaltyConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
 
@@ -372,14 +358,11 @@ class SFTConfig:
     """Supervised fine-tuning on conversations (docs/supervised.md)."""
 
     turns: str = key("all", choices=("all", "last", "marked"))
-    """Which messages of the assistant are trained: all, the last one, or those marked with `weight` 1 or `train`
-    true."""
+    """Trained messages of the assistant; `marked`: those with `weight` 1 or `train` true."""
     mean: str = key("token", choices=("token", "row"))
-    """What counts alike in the loss: every trained token, or every row of the data, however many samples and tokens it
-    has."""
+    """What counts alike in the loss: every trained token, or every row."""
     max_tokens: int = key(0, at_least=0)
-    """Longest sample: one that is longer ends with the last trained message that fits, and a row with none is left out.
-    0: any length."""
+    """Longest sample: a longer one ends with the last trained message that fits, or is left out. 0: any length."""
 
 
 @dataclass
@@ -395,14 +378,13 @@ class DPOConfig:
 @dataclass
 class RolloutConfig:
     engines: int = key(1, at_least=1)
-    """Engines that the launcher starts. `areal engines` adds others to a running run and drains some."""
+    """Engines that the launcher starts; `areal engines` adds others."""
     tp: int = key(1, at_least=1)
     """Tensor-parallel size of an engine."""
     expert_parallel: bool = False
-    """The ranks of an engine hold whole experts instead of a part of each; for models with experts, on GPUs."""
+    """The ranks of an engine hold whole experts instead of a part of each; on GPUs."""
     replay_routes: bool = False
-    """Tokens are trained through the experts that their engine chose (docs/algorithms.md); for models with experts,
-    with engines on GPUs."""
+    """Tokens are trained through the experts that their engine chose (docs/algorithms.md); with engines on GPUs."""
     group_size: int = key(16, at_least=1)
     """Answers sampled per prompt (n)."""
     max_staleness: int = key(8, at_least=0)
@@ -410,40 +392,37 @@ class RolloutConfig:
     temperature: float = key(1.0, above=0)
     """Temperature at which answers to train are sampled."""
     max_new_tokens: int = key(27648, at_least=1)
-    """Most tokens of an answer; of a trajectory of several turns, most tokens after its prompt."""
+    """Most tokens of an answer, or after the prompt of a trajectory of several turns."""
     max_running: int = key(256, at_least=1)
     """Most requests that one engine decodes at the same time."""
     silence_s: float = key(180.0, above=0)
-    """Longest time that an engine's server may take to tell how busy it is; then the engine is lost and started
-    again."""
+    """Longest silence of an engine's server; then it is lost and started again."""
     start_timeout_s: float = key(1800.0, above=0)
-    """Longest time for engines to load their model and serve: at the launch, and when all were lost."""
+    """Longest time for engines to load their model."""
     first_weights: str = key("auto", choices=("auto", "model", "trainers"))
-    """Where the weights come from with which an engine begins. `model`: it reads model.path; `trainers`: it reads none
-    and is asked nothing until the first version that they publish has arrived; `auto`: `trainers` on GPUs, `model` on
-    CPU, and everywhere if adapters are sent; with lora.start these are read too, and merged ones are sent."""
+    """An engine begins with the weights of model.path, or with the first version that trainers publish; `auto`:
+    `trainers` on GPUs, and `model` on CPU or where adapters are sent."""
     kv_policy: str = key("recompute", choices=("recompute", "keep"))
-    """What becomes of running requests at a weight update: their KV cache is recomputed under the new weights, or
-    kept."""
+    """The KV cache of running requests is recomputed at a weight update, or kept."""
     filter_groups: bool = False
-    """Leave groups out of training whose trained answers all have the same score, or whose share of correct answers is
-    outside of min_pass_rate to max_pass_rate (DAPO's dynamic sampling, docs/data.md)."""
+    """Leave out groups whose trained answers all have the same score, or whose pass rate is outside of the next two
+    keys (docs/difficulty.md)."""
     min_pass_rate: float = key(0.0, at_least=0, at_most=1, needs="filter_groups")
-    """Groups with a smaller share of right answers are left out …"""
+    """Least share of right answers of a trained group …"""
     max_pass_rate: float = key(1.0, at_least=0, at_most=1, needs="filter_groups")
-    """… and so are those with a larger one."""
+    """… and the largest."""
     draw_min_pass_rate: float = key(0.0, at_least=0, at_most=1)
     """Prompts whose known pass rate is below this are not drawn …"""
     draw_max_pass_rate: float = key(1.0, at_least=0, at_most=1)
     """… and neither are those above this."""
     remeasure_after: int = key(100, at_least=1)
-    """A pass rate is forgotten after this number of versions, and its prompt drawn again."""
+    """A pass rate is forgotten after this number of versions."""
     easiest_first: bool = False
-    """Draw the prompts of each epoch in the order of their rows' `pass_rate`, the highest first."""
+    """Draw prompts in the order of their rows' `pass_rate`, the highest first."""
     dump: bool = False
     """Keep every trained trajectory in the run folder (docs/trajectories.md)."""
     dump_gb: float = key(0.0, at_least=0)
-    """Most that the kept trajectories may take of the disk, in 10⁹ bytes; later batches are not kept. 0: no bound."""
+    """Most that these may take of the disk, in 10⁹ bytes. 0: no bound."""
     workflow: str = "single_turn"
     """How a prompt is answered: `single_turn`, `multi_turn`, `tool_use`, `program`, or the import path
     `package.module:function` of yours (docs/workflows.md)."""
@@ -452,23 +431,19 @@ class RolloutConfig:
     turns: int = key(1, at_least=1)
     """Most answers of the model in one episode."""
     samples: str = key("auto", choices=("auto", "individual", "concat"))
-    """What is trained of an episode of several answers (docs/workflows.md). `individual`: each answer alone, after the
-    prompt that the chat template makes for it. `concat`: the longest conversations, in which what the template would
-    drop from earlier answers stays. `auto`: as long as the template shows what was sampled as it was, the conversation
-    goes on; where it does not, another sample begins."""
+    """What is trained of an episode of several answers: each alone, the longest conversations, or conversations as long
+    as the chat template shows them as they were sampled (docs/workflows.md)."""
     workflow_workers: int = key(0, at_least=0, at_most=1024)
-    """Processes that run the episodes of workflows, many at a time each. 0: a quarter of the cores that the controller
-    may use, 1 to 32."""
+    """Processes that run episodes. 0: a quarter of the controller's cores, 1 to 32."""
     workflow_timeout_s: float = key(600.0, above=0)
-    """Idle limit of a workflow: the longest time, in seconds, that it may neither ask the model nor end."""
+    """Longest time that a workflow may neither ask the model nor end."""
     endpoint: str = key("loopback", choices=("loopback", "tls"))
-    """Where agents find the model. `loopback`: on the controller's machine alone; `tls`: on others too, at
-    machine.host, with the credentials agents.pem of the run folder (docs/agents.md, "Agents on other machines")."""
+    """Where agents reach the model: on the controller's machine alone, or on others too (docs/agents.md, "Agents on
+    other machines")."""
     workflow_environment: str = ""
-    """Environment variables of the controller that agents in processes of their own get, beside the few that programs
-    need: `NAME,NAME` (docs/agents.md)."""
+    """Environment variables that agents in processes of their own get: `NAME,NAME` (docs/agents.md)."""
     vllm: dict[str, Any] = field(default_factory=dict)
-    """Options of vLLM's command line for the engines, by its own names with underscores (docs/options.md)."""
+    """Options of vLLM for the engines, by its own names with underscores (docs/options.md)."""
 
     @property
     def agent_variables(self) -> list[str]:
@@ -479,26 +454,23 @@ class RolloutConfig:
 @dataclass
 class ReshardConfig:
     update: str = key("auto", choices=("auto", "full", "delta"))
-    """`full` sends engines all weights. `delta` sends only the changes since an engine's version, where they are known
-    and smaller. `auto` sends all over NCCL, and on other links picks the faster of the two for each message, by
-    measured times (docs/resharding.md)."""
+    """What engines are sent: all weights, or only what has changed; `auto`: all over NCCL, elsewhere the faster of the
+    two (docs/resharding.md)."""
     compression: str = key("none", choices=("none", "zstd"))
-    """What changes are compressed with. It halves them, which pays on links below about 10 Gb/s."""
+    """Compression of changes, which pays on links below about 10 Gb/s."""
     staging: str = key("full", choices=("full", "streamed"))
-    """Where an engine receives new weights: into a second copy of its shard, while it generates; or, where that does
-    not fit, into room for one layer, while it is paused."""
+    """An engine receives new weights into a second copy of its shard, while it generates; or into room for one layer,
+    while it is paused (docs/resharding.md)."""
     link: str = key("auto", choices=("auto", "device", "host"))
-    """The path of the weights. `device`: the network between the devices themselves (NCCL between GPUs). `host`:
-    buffers in host memory and TCP, slower but without NCCL between trainers and engines. `auto`: `host` where the two
-    share GPUs, else `device`."""
+    """Path of the weights: NCCL between GPUs, or host memory and TCP; `auto`: `host` where the pools share GPUs
+    (docs/resharding.md)."""
     check_finite: bool = False
-    """Refuse to publish a weight that is NaN or Inf; costs a pass over the weights for each version."""
+    """Refuse to publish a weight that is NaN or Inf; costs a pass over the weights."""
     check_logprobs: bool = True
-    """End the run if an engine gives tokens other log-probabilities than the trainers, by more than model.dtype
-    explains: with the weights that it began with, and after its first update (docs/metrics.md)."""
+    """End the run if an engine's log-probabilities differ from the trainers' by more than model.dtype explains
+    (docs/metrics.md)."""
     timeout_s: float = key(120.0, above=0)
-    """Longest time for one version to reach an engine. A slower engine keeps its old version, and the next optimizer
-    step waits no longer than this."""
+    """Longest time for one version to reach an engine; a slower engine keeps its old version."""
 
     @property
     def may_send_changes(self) -> bool:
@@ -508,16 +480,16 @@ class ReshardConfig:
 @dataclass
 class CheckpointConfig:
     every: int = key(20, at_least=0)
-    """Updates between checkpoints; the last update is saved too. 0: no checkpoints. Default: 20 (docs/measurements.md,
-    "When nodes fail"), and 200 for supervised runs, whose steps take seconds."""
+    """Updates between checkpoints (docs/measurements.md, "When nodes fail"); 0: none. Default: 20, and 200 for
+    supervised runs."""
     keep: int = key(2, at_least=1)
-    """How many of the newest stay; older ones are removed once a newer one is complete."""
+    """How many of the newest stay."""
     keep_every: int = key(0, at_least=0)
     """Checkpoints of versions that are a multiple of this stay for good; 0: none."""
     hf_every: int = key(0, at_least=0)
     """Versions between exports to Hugging Face format; 0: none."""
     timeout_s: float = key(3600.0, above=0)
-    """Longest time for writing one; then the run ends with an error. One that cannot be written is given up."""
+    """Longest time for writing one; then the run ends with an error."""
 
 
 JUDGE_PROMPT = """\
@@ -542,16 +514,16 @@ class JudgeConfig:
     """What served.judge is asked with reward.function=judge (docs/rewards.md)."""
 
     prompt: str = ""
-    """The question to the judge. `{prompt}`, `{response}` and `{answer}` in it stand for what a row says. Empty:
-    JUDGE_PROMPT of areal_megatron/config/fields.py: whether the response agrees with the row's answer."""
+    """Question to the judge, with `{prompt}`, `{response}` and `{answer}`. Empty: whether the response agrees with the
+    answer."""
     verdict: str = r"Verdict:\s*(-?\d+(?:\.\d+)?)"
-    """Regular expression with one group, the number; its last match in an answer of the judge is the verdict."""
+    """Regular expression with one group, the number; its last match is the verdict."""
     worst: float = 0.0
-    """The number that becomes score 0 …"""
+    """The verdict with score 0 …"""
     best: float = 1.0
-    """… and the number that becomes score 1. Others must lie between them."""
+    """… and that with score 1."""
     samples: int = key(1, at_least=1, at_most=64)
-    """How often the judge is asked about a response; the score is the mean of its verdicts."""
+    """How often the judge is asked; the score is the mean."""
 
     @property
     def question(self) -> str:
@@ -562,38 +534,32 @@ class JudgeConfig:
 @dataclass
 class RewardConfig:
     function: str = "math"
-    """`math`; `choice`; `code`; `model`; `judge`; the http:// or https:// address of a service; or the import path
-    `package.module:function` of `f(prompt, response, answer) -> float`, or of one that takes a `row` as well
-    (docs/rewards.md)."""
+    """`math`, `choice`, `code`, `model`, `judge`, the address of a service, or the import path
+    `package.module:function` of yours (docs/rewards.md)."""
     judge: JudgeConfig = field(default_factory=JudgeConfig)
     group_function: str = ""
-    """Adds named terms to the rewards of a group's answers: the import path `package.module:function` of
-    `f(prompt, answer, answers) -> {name: [a number for each]}` (docs/rewards.md). Empty: nothing is added."""
+    """Import path of a function that adds named terms to the rewards of a group's answers (docs/rewards.md)."""
     workers: int = key(0, at_least=0, at_most=1024)
-    """Processes that score answers, one answer at a time each. 0: a quarter of the cores that the controller may use, 1
-    to 32."""
+    """Processes that score answers. 0: a quarter of the controller's cores, 1 to 32."""
     timeout_s: float = key(10.0, above=0)
-    """How long a reward may take, in seconds; after that it has failed. Default: 10, and with a judge a quarter more
-    than served.judge.timeout_s."""
+    """How long a reward may take. Default: 10, and with a judge a quarter more than served.judge.timeout_s."""
     retry_s: float = key(60.0, at_least=0)
-    """How long a reward that failed is tried again, in seconds, with growing pauses and at least once; then its answer
-    is not trained. Also for episodes whose workflow fails."""
+    """How long a failed reward or episode is tried again, at least once; then its answer is not trained."""
     failed_share: float = key(0.1, at_least=0, at_most=1)
-    """The run ends when the rewards of more than this share of the last batch_size answers (of ten groups, if those are
-    more) have failed. 1: never."""
+    """The run ends when more than this share of the rewards of the last batch_size answers (at least ten groups) have
+    failed."""
     away_s: float = key(600.0, at_least=0)
-    """How long a service of rewards may be away, in seconds, until the run ends; answers wait for it meanwhile."""
+    """How long a service of rewards or a served model may be away; answers wait for it meanwhile."""
     wrong: float = key(-5.0, at_least=-1e6, at_most=1e6)
-    """Reward of a wrong answer (score 0). Default: the value published with ppo.algorithm."""
+    """Reward of a wrong answer (score 0)."""
     right: float = key(5.0, at_least=-1e6, at_most=1e6)
-    """Reward of a right answer (score 1). Default: the value published with ppo.algorithm."""
+    """Reward of a right answer (score 1)."""
     turn_discount: float = key(1.0, at_least=0, at_most=1)
-    """γ between the answers of an episode: the factor by which a reward counts less with each step back to an earlier
-    answer (docs/workflows.md)."""
+    """Factor by which a reward counts less with each step back to an earlier answer of its episode (docs/workflows.md).
+    """
     truncated: str = key("incorrect", choices=("incorrect", "masked", "scored", "overlong"))
-    """What becomes of an answer cut at max_new_tokens: it counts as wrong, is not trained, or is scored as it is.
-    `overlong`: scored as well, and every answer, cut or not, loses up to half of right − wrong within the last fifth
-    before max_new_tokens."""
+    """An answer cut at max_new_tokens is wrong, not trained, or scored as it is; `overlong`: scored, with a loss for
+    length (docs/algorithms.md)."""
 
     @property
     def of_model(self) -> bool:
@@ -634,25 +600,23 @@ class ServedModelConfig:
     path: str = ""
     """The model, given as `model.path`. Empty: none is served."""
     adapter: str = key("", needs="path")
-    """Adapter that it answers with, PEFT's folder or OWNER/NAME[@REVISION] on the Hugging Face hub."""
+    """Adapter that it answers with, as `lora.start`."""
     engines: int = key(1, at_least=0, needs="path")
-    """Engines that serve it. 0: the policy's serve it too; `path` is then model.path, with `adapter` or without one
-    (docs/served.md)."""
+    """Engines that serve it. 0: the policy's engines do (docs/served.md)."""
     tp: int = key(1, at_least=1, needs="path")
     """Tensor-parallel size of such an engine."""
     dtype: str = key("model", choices=("model", "bfloat16", "float16", "float32"), needs="path")
     """Dtype of its parameters; `model`: that of the policy, model.dtype."""
     max_length: int = key(0, at_least=0, needs="path")
-    """Most tokens of a question and its answer. 0: 1,024 more than the longest prompt and answer of the policy, but not
-    more than the model takes."""
+    """Most tokens of a question and its answer. 0: 1,024 more than the policy's, as far as the model takes them."""
     max_new_tokens: int = key(1024, at_least=1, needs="path")
-    """Most tokens of its answer, as far as max_length leaves room."""
+    """Most tokens of its answer."""
     temperature: float = key(1.0, at_least=0, needs="path")
-    """Temperature at which its answers are sampled; 0: the most likely token always."""
+    """Temperature of its answers; 0: greedy."""
     timeout_s: float = key(120.0, above=0, needs="path")
-    """Longest time for an answer, in seconds; then it is asked for again."""
+    """Longest time for an answer; then it is asked for again."""
     vllm: dict[str, Any] = field(default_factory=dict)
-    """Options of vLLM's command line for its engines, as `rollout.vllm` is for the policy's (docs/options.md)."""
+    """Options of vLLM for its engines (docs/options.md)."""
 
 
 @dataclass
@@ -677,26 +641,23 @@ class EvalConfig:
     n: int = key(1, at_least=1)
     """Answers sampled to each prompt."""
     temperature: float = key(1.0, at_least=0)
-    """0: the most likely token always, with n=1."""
+    """0: greedy, with n=1."""
     top_p: float = key(1.0, above=0, at_most=1)
-    """Tokens are drawn from the fewest likely ones that have this probability together; 1: from all."""
+    """Tokens are drawn from the likeliest that have this probability together; 1: from all."""
     top_k: int = key(0, at_least=0)
     """Tokens are drawn from the n likeliest ones; 0: from all."""
     share: float = key(0.25, above=0, at_most=1)
-    """Share of rollout.max_running that an evaluation may take of each engine. Prompts to train get the rest; with 1
-    they wait, so that few answers, or none, are of a later version."""
+    """Share of rollout.max_running that an evaluation may take of each engine; with 1 prompts to train wait."""
 
 
 @dataclass
 class TrackConfig:
     to: str = ""
-    """Trackers that show the run's metrics beside TensorBoard: wandb, mlflow, swanlab, trackio; several: `wandb,mlflow`
-    (docs/watching.md). Each is an extra of setup.py."""
+    """Trackers beside TensorBoard: wandb, mlflow, swanlab, trackio; several: `wandb,mlflow` (docs/watching.md)."""
     online: bool = False
-    """Send to the trackers' servers, which needs their keys or addresses in the environment, instead of writing into
-    the run folder, from where it can be sent later."""
+    """Send to the trackers' servers instead of writing into the run folder."""
     project: str = "areal_megatron"
-    """The project (MLflow: experiment) that the trackers file the run under."""
+    """Project (MLflow: experiment) of the run."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -708,7 +669,7 @@ TRACKERS = ("wandb", "mlflow", "swanlab", "trackio")
 
 @dataclass
 class EnvironmentConfig:
-    """One of several kinds of prompts that a run trains on, with what it does otherwise than the rest."""
+    """One of several kinds of prompts in a run (docs/data.md). What is 0 or empty is as in the rest of the config."""
 
     name: str = MISSING
     """How metrics name it: letters, digits, `_`, `-` and `.`."""
@@ -717,23 +678,21 @@ class EnvironmentConfig:
     eval: str = ""
     """Its `data.eval`."""
     share: float = key(0.0, at_least=0)
-    """Share of the prompts that are drawn, relative to the shares of the others; 0, then for all: every row once an
-    epoch."""
+    """Share of the prompts that are drawn; 0, then for all: every row once an epoch."""
     max_prompt_tokens: int = key(0, at_least=0)
-    """Its `data.max_prompt_tokens`, at most that; 0: that."""
+    """Its `data.max_prompt_tokens`."""
     max_new_tokens: int = key(0, at_least=0)
-    """Its `rollout.max_new_tokens`, at most that; 0: that."""
+    """Its `rollout.max_new_tokens`."""
     workflow: str = ""
-    """Its `rollout.workflow`; empty: that."""
+    """Its `rollout.workflow`."""
     turns: int = key(0, at_least=0)
-    """Its `rollout.turns`; 0: that, or 1 for one that has a workflow of its own."""
+    """Its `rollout.turns`; 1 for one that has a workflow of its own."""
     reward: str = ""
-    """Its `reward.function`; empty: that."""
+    """Its `reward.function`."""
     group_reward: str = ""
-    """Its `reward.group_function`; empty: that."""
+    """Its `reward.group_function`."""
     teacher: str = key("", choices=("", *TEACHERS))
-    """Its teacher with ppo.penalty.kl_model=served.teacher, for rows whose column `teacher` names none. Empty:
-    `teacher`."""
+    """Its teacher, for rows whose column `teacher` names none."""
 
 
 @dataclass
@@ -743,11 +702,10 @@ class Config:
     runs_dir: str = "runs"
     """Folder of run folders."""
     resume: str = ""
-    """`auto`: from the newest complete checkpoint of the run, if there is one; or the path of a checkpoint."""
+    """`auto`: from the newest complete checkpoint, if there is one; or the path of a checkpoint."""
     mode: str = key("rl", choices=("rl", "sft", "dpo", "reward_model", "replay", "driven"))
-    """`sft`, `dpo`, `reward_model`: supervised training on rows or on pairs of answers (docs/supervised.md).
-    `replay`: the trainers of `rl` without engines; data.train is the folder `trajectories` of another run. `driven`:
-    trainers and engines do what a program of yours says, which starts the run (docs/loop.md)."""
+    """`sft`, `dpo`, `reward_model`: supervised training (docs/supervised.md). `replay`: the trainers of `rl` on the
+    `trajectories` of another run, data.train. `driven`: a program of yours says what is done (docs/loop.md)."""
     seed: int = 1
     """Seed of the order of rows and choices, and of what is sampled."""
     updates: int = key(MISSING, at_least=1)

@@ -74,8 +74,8 @@ def add_python(parser: argparse.ArgumentParser) -> None:
         action=_PythonOfPool,
         default={},
         metavar="POOL=COMMAND",
-        help="how Python is called for the processes of pool trainer, rollout or controller: another "
-        "environment's, or one in a container, e.g. 'rollout=apptainer exec --nv vllm.sif python3'",
+        help="how Python is called for the pool trainer, rollout or controller, "
+        "e.g. 'rollout=apptainer exec --nv vllm.sif python3'",
     )
 
 
