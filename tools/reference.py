@@ -151,10 +151,10 @@ def commands() -> str:
         "",
     ]
     os.environ.pop("AREAL_CALLED", None)
+    said: dict[tuple[str, str], str] = {}
     for name, command in COMMANDS.items():
         parser = parser_of(command.module)
         lines += [f"## areal {name}", ""]
-        said: dict[str, str] = {}
         for inner, words in _parsers(parser, f"areal {name}"):
             lines += [*_page(inner, words, said), ""]
     return "\n".join(lines).rstrip() + "\n"
@@ -170,20 +170,25 @@ def _parsers(parser: argparse.ArgumentParser, words: str) -> Iterator[tuple[argp
             yield from _parsers(part, f"{words} {name}")
 
 
-def _page(parser: argparse.ArgumentParser, words: str, said: dict[str, str]) -> list[str]:
-    """The usage of a command and the table of what is not said yet: `said` has the rows of its actions so far."""
+def _page(parser: argparse.ArgumentParser, words: str, said: dict[tuple[str, str], str]) -> list[str]:
+    """The usage of a command and the table of its arguments, but for rows that an earlier command has: `said` is row →
+    that command."""
     actions = [a for a in parser._actions if a.dest != "help" and a.help is not argparse.SUPPRESS]
     actions.sort(key=lambda action: bool(action.option_strings))
     needed = " ".join(_usage(action) for action in actions if action.required or not action.option_strings)
     options = " [options]" if any(a.option_strings and not a.required for a in actions) else ""
     lines = ["```", f"{words} {needed}{options}", "```"]
-    rows = {_usage(a): f"{_cell(_help(parser, a))}{_option_default(a)}" for a in actions}
-    rows = {usage: what for usage, what in rows.items() if COMMON.get(usage) != what}
-    new = [f"| `{usage}` | {what} |" for usage, what in rows.items() if said.get(usage) != what]
-    again = [f"`{usage.split()[0]}`" for usage, what in rows.items() if said.get(usage) == what]
-    said |= rows
+    rows = [(_usage(a), f"{_cell(_help(parser, a))}{_option_default(a)}") for a in actions]
+    rows = [(usage, what) for usage, what in rows if COMMON.get(usage) != what]
+    new = [f"| `{usage}` | {what} |" for usage, what in rows if (usage, what) not in said]
+    again: dict[str, list[str]] = {}
+    for usage, what in rows:
+        again.setdefault(said.setdefault((usage, what), words), []).append(f"`{usage.split()[0]}`")
+    again.pop(words, None)
     lines += ["", "| argument | what it is |", "|---|---|", *new] if new else []
-    return [*lines, *(["", f"As above: {', '.join(again)}."] if again else [])]
+    for earlier, names in again.items():
+        lines += ["", f"As for `{earlier}`: {', '.join(names)}."]
+    return lines
 
 
 def _usage(action: argparse.Action) -> str:
