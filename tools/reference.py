@@ -55,7 +55,7 @@ def keys() -> str:
             if what := _linked(_own_docstring(type(value)) or meaning):
                 sections[name] += [what, ""]
         elif not isinstance(value, list) and section in sections:
-            sections[section].append(_row(f"{titles[section]}.{leaf}" if section else leaf, leaf, name, f, meaning))
+            sections[section].append(_row(f"{titles[section]}.{leaf}" if section else leaf, name, f, meaning))
     for section, rows in sections.items():
         if not rows:
             continue
@@ -97,15 +97,15 @@ def _own_docstring(section: type) -> str:
     return "" if text.startswith(f"{section.__name__}(") else text
 
 
-def _row(shown: str, leaf: str, name: str, f: Field, meaning: str) -> str:
+def _row(shown: str, name: str, f: Field, meaning: str) -> str:
     limits, choices = f.metadata.get("limits", {}), f.metadata.get("choices", ())
+    if {*limits.values()} <= {0, 1} and not {*limits} & {"at most", "below"}:
+        limits = {}  # what goes without saying, and a refusal says
     span = " and ".join(
         f"{limit} {value:,g}" if abs(value) < 1e6 else f"{limit} {value:.0f}" for limit, value in limits.items()
     )
     kind = ", ".join(f"`{choice}`" for choice in choices) or TYPES.get(f.type, "options by name")
-    needs = f"; with `{shown.removesuffix(f.name)}{needed}`" if (needed := f.metadata.get("needs")) else ""
-    value = f"{kind} {span}".rstrip() + needs
-    return f"| `{shown}` | {value} | {_default(name, f)} | {_cell(_linked(meaning))} |"
+    return f"| `{shown}` | {f'{kind} {span}'.rstrip()} | {_default(name, f)} | {_cell(_linked(meaning))} |"
 
 
 def _default(name: str, f: Field) -> str:
