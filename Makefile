@@ -44,8 +44,8 @@ test: .venv/.test-packages lint
 soak: .venv/.test-packages
 	$(PY) -m pytest -m "soak"
 
-lint: setup
-	.venv/bin/ruff check . && .venv/bin/ruff format --check .
+lint: .venv/.test-packages
+	.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/pyright
 
 clean:
 	rm -rf .venv build site *.egg-info

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from areal_megatron.models.architecture import Dimensions, architecture
 
@@ -38,7 +39,7 @@ class SequenceFlops:
             pair=2.0 * sizes.full_layers * (sizes.query + sizes.attended),  # q·k, and its weight times v, of every head
         )
 
-    def __call__(self, tokens: np.ndarray, trained: np.ndarray, before: np.ndarray | int = 0) -> np.ndarray:
+    def __call__(self, tokens: ArrayLike, trained: ArrayLike, before: np.ndarray | int = 0) -> np.ndarray:
         """Returns float64 [n], the FLOPs of n sequences of int [n] tokens, `trained` of them trained, under causal
         attention.
 

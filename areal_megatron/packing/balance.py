@@ -105,7 +105,7 @@ class Shares:
         distance = np.abs(moved - difference / 2)
         row, column = np.unravel_index(int(distance.argmin()), moved.shape)
         relief = difference / 2 - distance[row, column]
-        return (row, column) if relief > LEAST_RELIEF * self.totals.mean() else None
+        return (int(row), int(column)) if relief > LEAST_RELIEF * self.totals.mean() else None
 
     def _move(self, cost: float, giver: int, taker: int) -> None:
         self.totals[giver] -= cost

@@ -98,9 +98,9 @@ def partition(
     minibatches: int,
     cap: int,
     seed: int,
-    costs: Sequence[float] | None = None,
+    costs: Sequence[float] | np.ndarray | None = None,
     multiple: int = 1,
-    groups: Sequence[int] | None = None,
+    groups: Sequence[int] | np.ndarray | None = None,
     prefixes: Prefixes | None = None,
     idle: Sequence[bool] | None = None,
 ) -> list[list[list[list[int]]]]:
@@ -176,6 +176,7 @@ def microbatches(
             shares = _balanced(bundled.sizes, bundled.costs, replicas, cap, multiple)
             if shares.totals.max() < least:
                 best, best_bundles, least = shares, bundled.bundles, shares.totals.max()
+    assert best is not None and best_bundles is not None  # the last bundling has every sequence in a bundle of its own
     if len(best.sizes) == len(sizes):  # each is a bundle of its own
         return best.microbatches()
     members = by_number(best_bundles)

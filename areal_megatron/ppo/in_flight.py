@@ -10,8 +10,9 @@ the target and no more. Nothing is changed by it where the policy moves slowly, 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -130,6 +131,7 @@ class InFlight:
         return replace(self, paths=(path, *self.paths)[:eta], last=factor)
 
 
-def restored(state: dict[str, float | Sequence[float]]) -> InFlight:
+def restored(state: Mapping[str, Any]) -> InFlight:
     """Returns what a checkpoint has kept, see dataclasses.asdict."""
-    return InFlight(**{name: tuple(value) if isinstance(value, list) else value for name, value in state.items()})
+    own: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in state.items()}
+    return InFlight(**own)

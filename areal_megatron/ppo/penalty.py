@@ -70,35 +70,43 @@ def entropy_bonus(tokens: PenaltyTokens) -> Tensor:
 
 
 def kl_k2(tokens: PenaltyTokens) -> Tensor:
+    assert tokens.reference is not None
     k2 = (tokens.current - tokens.reference).square() / 2
-    return k2 if tokens.behaviour is None else _ratio(tokens).detach() * k2
+    return k2 if tokens.behaviour is None else _ratio(tokens, tokens.behaviour).detach() * k2
 
 
 def kl_k3(tokens: PenaltyTokens) -> Tensor:
     """The loss term of GRPO (arXiv 2402.03300, Equation 4), times ρ."""
+    assert tokens.reference is not None
     drift = tokens.reference - tokens.current
     if tokens.behaviour is None:
         return k3(drift)
     # ρ · π_ref/π_θ has no gradient where ρ is not capped: as a sum of two large ones it would drown that of the rest.
     joint = torch.minimum(tokens.reference.double() - tokens.behaviour, math.log(tokens.cap) + drift)
-    return joint.exp() - _ratio(tokens) * (1 + drift)
+    return joint.exp() - _ratio(tokens, tokens.behaviour) * (1 + drift)
 
 
 def kl_cov(tokens: PenaltyTokens) -> Tensor:
     """|log π_θ/π_prox| of the chosen tokens, 0 for the others (KL-Cov, arXiv 2505.22617)."""
+    assert tokens.covariant is not None
     return (tokens.current - tokens.proximal).abs() * tokens.covariant
 
 
 def kl_forward(tokens: PenaltyTokens) -> Tensor:
     """KL(π_teacher ‖ π_θ) of the teacher's likeliest tokens and of all others together."""
-    own, taught = _with_rest(tokens.likely), _with_rest(tokens.taught)
+    own, taught = _with_teacher(tokens)
     return (taught.exp() * (taught - own)).sum(1)
 
 
 def kl_reverse(tokens: PenaltyTokens) -> Tensor:
     """KL(π_θ ‖ π_teacher) of the same."""
-    own, taught = _with_rest(tokens.likely), _with_rest(tokens.taught)
+    own, taught = _with_teacher(tokens)
     return (own.exp() * (own - taught)).sum(1)
+
+
+def _with_teacher(tokens: PenaltyTokens) -> tuple[Tensor, Tensor]:
+    assert tokens.likely is not None and tokens.taught is not None
+    return _with_rest(tokens.likely), _with_rest(tokens.taught)
 
 
 def _with_rest(logprobs: Tensor) -> Tensor:
@@ -141,8 +149,8 @@ def capped_ratio(current: Tensor, behaviour: Tensor, cap: float) -> Tensor:
     return (current.double() - behaviour).clamp(max=min(math.log(cap), _LARGEST)).exp()
 
 
-def _ratio(tokens: PenaltyTokens) -> Tensor:
-    return capped_ratio(tokens.current, tokens.behaviour, tokens.cap)
+def _ratio(tokens: PenaltyTokens, behaviour: Tensor) -> Tensor:
+    return capped_ratio(tokens.current, behaviour, tokens.cap)
 
 
 def penalised(
@@ -151,6 +159,7 @@ def penalised(
     """Returns the advantages [N] minus the coefficient of `kl_k1` times the token's k1, without gradient."""
     if IN_REWARD not in coefficients:
         return advantages
+    assert reference is not None
     return advantages - coefficients[IN_REWARD] * (current.detach() - reference)
 
 
