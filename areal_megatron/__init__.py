@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from areal_megatron.api import Config, ConfigError, Gradient, Policy, Response, Run, RunFailed, Score, load
+    from areal_megatron.api import Config, ConfigError, Gradient, Likelihood, Policy, Response, Run, RunFailed, load
 
-__all__ = ["Config", "ConfigError", "Gradient", "Policy", "Response", "Run", "RunFailed", "Score", "load"]
+__all__ = ["Config", "ConfigError", "Gradient", "Likelihood", "Policy", "Response", "Run", "RunFailed", "load"]
 
 
 def __getattr__(name: str) -> Any:

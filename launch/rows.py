@@ -101,7 +101,7 @@ def _answers(pair: Pair) -> dict[str, Sample]:
 
 
 def _sample(tokenizer: Tokenizer, sample: Sample, colours: bool) -> str | Text:
-    """Returns the text of a sample, in which what is trained is coloured or below a line that says so."""
+    """Returns the text of a sample, with its trained parts coloured or each below a line that says so."""
     is_trained = np.isin(np.arange(len(sample.tokens)), sample.trained)
     edges = [0, *(np.flatnonzero(np.diff(is_trained)) + 1).tolist(), len(is_trained)]
     parts = [(bool(is_trained[a]), _text(tokenizer, sample.tokens[a:b].tolist())) for a, b in pairwise(edges)]

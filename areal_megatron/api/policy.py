@@ -95,7 +95,7 @@ class Response:
 
 
 @dataclass(frozen=True)
-class Score:
+class Likelihood:
     """How likely the engines find a text of n tokens, at temperature 1."""
 
     logprobs: np.ndarray
@@ -198,7 +198,7 @@ class Policy:
         pairs = zip(asked, replies, strict=True)
         return [[self._response(tokens, answer) for answer in reply.answers] for tokens, reply in pairs]
 
-    def score(self, texts: Sequence[Prompt], top_k: int = 0, adapter: str | Path = "") -> list[Score]:
+    def score(self, texts: Sequence[Prompt], top_k: int = 0, adapter: str | Path = "") -> list[Likelihood]:
         """Returns how likely the engines find the tokens of each text, and which `top_k` they find likeliest.
         `adapter`: as in `sample`."""
         asked, longest = [self._tokens(text, place) for place, text in enumerate(texts)], self.config.longest_sequence
@@ -215,7 +215,7 @@ class Policy:
         replies = self._ask(*(ScoreText(tokens, top_k, folder) for tokens in asked))
         shapes = [(len(reply.logprobs), top_k) for reply in replies]
         return [
-            Score(reply.logprobs, reply.likely_tokens.reshape(shape), reply.likely_logprobs.reshape(shape))
+            Likelihood(reply.logprobs, reply.likely_tokens.reshape(shape), reply.likely_logprobs.reshape(shape))
             for reply, shape in zip(replies, shapes, strict=True)
         ]
 

@@ -322,8 +322,8 @@ class Driven:
     async def _of_an_engine(
         self, ask: Callable[[EngineClient, str | None], Awaitable[Found]], trajectories: int, adapter: str
     ) -> Found:
-        """Returns what the engine answers that has the least to do; another one if that is lost. `ask` gets the salt
-        of the engine's prefix cache."""
+        """Returns the answer of the engine with the fewest requests; of another one if that is lost. `ask` gets the
+        salt of the engine's prefix cache."""
         while True:
             await self._until(lambda: len(self._able(adapter)) > 0)
             engine = min(self._able(adapter), key=lambda e: e.running)

@@ -133,7 +133,7 @@ def check_order(messages: Sequence[Message], where: str) -> None:
 
 
 def _unasked(message: Message, before: str, waiting: list[str | None]) -> str:
-    """Says what is wrong with a tool's result; takes its call out of those that wait for one."""
+    """Returns what is wrong with a tool's result, "" if nothing is. Its call is taken out of `waiting`."""
     if before not in ("assistant", "tool") or not waiting:
         return "is a tool's result without a call"
     asked = message.get("tool_call_id")

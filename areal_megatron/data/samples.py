@@ -2,8 +2,8 @@
 
 1. What comes before a trained message in its sample is what the chat template gives the model when it asks for this
    message, to the character.
-2. Trained is what the model then has to say: the rest of what the template makes of the message, up to the word that
-   ends it; where the template marks what the assistant says (`{% generation %}`), exactly that.
+2. Trained is the rest of the rendered message, up to the word that ends it. Where the template marks what the assistant
+   says (`{% generation %}`), exactly that is trained.
 3. One sample has several trained messages where each one's beginning continues the sample before it. A template that
    rewrites the past, such as one that drops earlier thinking, so gives several samples.
 

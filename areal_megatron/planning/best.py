@@ -102,8 +102,8 @@ def search(
 
 
 def assumed_lengths(options: argparse.Namespace, config: Config) -> AnswerLengths:
-    """Returns the lengths that the options give; without any, those with a median of a quarter of
-    rollout.max_new_tokens, which it prints. Raises ConfigError."""
+    """Returns the lengths of the options; without any it prints and takes a median of a quarter of
+    rollout.max_new_tokens. Raises ConfigError."""
     quarter = config.rollout.max_new_tokens / 4
     lengths = given_lengths(options, config, quarter)
     if options.median is None and not options.lengths_of:

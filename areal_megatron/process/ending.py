@@ -9,8 +9,8 @@ from typing import NoReturn
 
 
 def end() -> NoReturn:
-    """Ends this process, which has done all that it was to do, with exit code 0: runs what atexit holds and writes what
-    is buffered. Waits for no thread.
+    """Ends this process with exit code 0 after its work: runs atexit's functions and flushes buffers. Waits for no
+    thread.
 
     The interpreter's own end would visit and release each object of these libraries, which takes 1 to 2 s of a core,
     and a launcher waits for it.

@@ -43,9 +43,9 @@ FEW_CHANGES = 0.02
 
 
 def looking_bytes(elements: int, itemsize: int) -> int:
-    """Returns the memory of a device in which a message is compared with its last publication (changes.py): that one,
-    a byte for whether each element differs, and of those that are listed the place, in 64 and in 32 bits, the bits of
-    both, and the difference, which is put beside the place."""
+    """Returns the bytes of a device that comparing a message with its last publication takes (changes.py): the
+    publication and a byte an element; and for each listed element its place, in 64 and in 32 bits, the bits of both,
+    and the difference."""
     return elements * (itemsize + 1) + elements // LISTED * (8 + 2 * 4 + 4 * itemsize)
 
 

@@ -200,7 +200,7 @@ def without_constant(text: str) -> tuple[str, str]:
 
 
 def _without(said: re.Pattern[str], words: str) -> tuple[str, str] | None:
-    """Returns what comes before the words at the end that `said` matches, and the symbol that they are about."""
+    """Returns the words before the ending matched by `said`, and the symbol in that ending."""
     at = max(words.rfind(mark) for mark in (",", "(", " for ", " where ", " with "))
     found = said.fullmatch(words, at) if at > 0 else None
     return (words[:at].rstrip(" ,;:("), next(filter(None, found.groups()))) if found else None

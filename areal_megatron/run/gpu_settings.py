@@ -13,8 +13,8 @@ WATCHDOG = {
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
 }
 """With these, a failed group of torch's fails alone, and at once. By default its watchdog asks for a dump of what hangs
-by a flag that all groups of the process share; the monitor of the first group sees it and ends the process eight
-minutes later, for which an engine's link is no reason. Nor does anybody wait for the dump: the watchdog would for a
+by a flag shared by all groups of the process. The monitor of the first group sees it and ends the process eight minutes
+later, for which an engine's link is no reason. Nor does anybody wait for the dump: the watchdog would for a
 minute, and whoever lets go of the group for the watchdog (ProcessGroupNCCL.cpp). The groups that training needs still
 end the process when they fail; that is their watchdog's own doing."""
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"

@@ -104,8 +104,8 @@ class Stage:
 
     @classmethod
     def all_of(cls, sizes: Sequence[int], parents: Sequence[int], device: torch.device | str) -> list[Stage]:
-        """Returns a stage of the runs that continue no other, and one of those that do, if there are such runs. The
-        arguments are those of Chunks.of."""
+        """Returns a stage of the runs without a parent, and one of the others, if there are any. It has the arguments
+        of Chunks.of."""
         tokens, before = np.array(sizes), np.array(parents)
         starts, found = np.cumsum(tokens) - tokens, []
         roots = np.flatnonzero(before < 0)

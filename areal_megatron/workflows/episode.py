@@ -154,7 +154,7 @@ class Episode:
         """Why a served model had no answer, if one had none for another reason than what it was asked: then the episode
         has failed, even if the workflow catches the error."""
         self.sampled: list[Segment] = []
-        """The answers, in the order in which they were sampled, including those that are not part of `context`."""
+        """All answers in the order of sampling, including those outside `context`."""
         self._ends: list[Transcript] = []
         """The transcripts that no other extends, each up to its last answer, in the order of these."""
         self._messages = list(self.prompt.messages)

@@ -92,8 +92,8 @@ def compute(subject: Trainer, message: GiveSamples, learns: bool, more: bool) ->
 
 
 def check_turns(folder: Path, rank: int, cases: dict[str, list]) -> None:
-    """Of two adapters that are trained call by call in turns each becomes, bit for bit, what it becomes alone: factors,
-    main values, moments, and what a gradient adds to that was left. cases: run folder → model, layout, keys of the
+    """Two adapters that are trained in turns, call by call, each become bit for bit what they become alone: factors,
+    main values, moments, and gradients that were left and added to. cases: run folder → model, layout, keys of the
     optimizer, dtype."""
     for run, (model, layout, keys, dtype) in cases.items():
         sections = {"lora": LoraConfig(rank=4, alpha=10.0, adapters=2), "optimizer": OptimizerConfig(**keys)}
