@@ -120,7 +120,7 @@ def _complete() -> int:
         parser = parser_of(COMMANDS[words[1]].module)
         for action in parser._actions:
             if action.dest == "overrides":
-                action.completer = _keys
+                vars(action)["completer"] = _keys  # which argcomplete looks for
                 line = f"{shlex.join(words[:2] + _options_first(parser, words[2:]))} {begun}"
         os.environ |= {"_ARGCOMPLETE": "2", "COMP_LINE": line, "COMP_POINT": str(len(line))}  # 2: without `areal`
     else:
@@ -165,7 +165,7 @@ def parser_of(module: str) -> argparse.ArgumentParser:
     raise LookupError(f"{module} parses no arguments")
 
 
-def _keys(prefix: str, **_: object) -> list[str]:
+def _keys(prefix: str, **others: object) -> list[str]:
     """Completes key=value: the keys of a section at a time, and the values of keys that have a choice."""
     from dataclasses import is_dataclass
 

@@ -358,7 +358,7 @@ def _check_length(config: Config, hf: dict[str, Any], path: str) -> None:
         )
 
 
-def longest_of(hf: dict[str, Any], default: int) -> tuple[int, str]:
+def longest_of(hf: dict[str, Any], default: int) -> tuple[float, str]:
     """Returns how many tokens a sequence may have, `default` if config.json says nothing of it, and the key that says
     it. Raises ConfigError for what is no number."""
     limit, key = min((_number(hf, key, default), key) for key in _LENGTHS)

@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from typing import cast
 
 import msgspec
 import numpy as np
@@ -413,8 +414,12 @@ def encode_loss(reply: LossReply) -> EncodedLoss:
     return EncodedLoss(msgspec.Raw(_encode(reply.part)), reply.settings, reply.learns, reply.more)
 
 
-def encode_answer(number: int, body: Reply | EncodedBatch | EncodedLoss) -> bytes:
-    return _encode(ReplyEnvelope(number, body))
+Answer = Reply | EncodedBatch | EncodedLoss
+"""A Reply as the controller sends it."""
+
+
+def encode_answer(number: int, body: Answer) -> bytes:
+    return _encode(ReplyEnvelope(number, cast(Reply, body)))  # what is encoded already reads the same
 
 
 def public_key(secret: bytes) -> bytes:
@@ -460,7 +465,7 @@ class ControllerClient:
         with suppress(zmq.Again):
             self._socket.send(_encode(Envelope(self.sender, number, body)))
         while (left := deadline - time.monotonic()) > 0:
-            if not self._socket.poll(min(left, _LOOK_S) * 1000):
+            if not self._socket.poll(int(min(left, _LOOK_S) * 1000)):
                 self._look()
                 continue
             answer = _decode_answer(self._socket.recv())

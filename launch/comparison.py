@@ -37,7 +37,7 @@ def names_of(folders: Sequence[str]) -> list[str]:
 
 def differences(
     answers: Mapping[str, Sequence[Graded]], n: int, ks: Sequence[int]
-) -> dict[str, dict[str, dict[str, float]]]:
+) -> dict[str, dict[str, dict[str, Any]]]:
     """Returns by how much each model but the first is better, by its name and the name of the figure: value, low, high
     and the number of items that both have. `answers`: of each model."""
     (_, first), *others = ((name, item_values(own, n, ks)) for name, own in answers.items())

@@ -129,8 +129,8 @@ def _here() -> set[str | None]:
     return {socket.gethostname(), os.environ.get("SLURMD_NODENAME")}
 
 
-def _machines(record: LaunchRecord) -> set[str]:
-    return {record.launcher, *(process.node for process in record.processes)}
+def _machines(record: LaunchRecord | None) -> set[str]:
+    return {record.launcher, *(process.node for process in record.processes)} if record else set()
 
 
 def sites_of(text: str, listens: str, engines: int, tp: int) -> list[Site]:
@@ -143,7 +143,8 @@ def sites_of(text: str, listens: str, engines: int, tp: int) -> list[Site]:
     try:
         host, port = split_address(text)
         said = listens or host
-        own = ipaddress.ip_address(socket.getaddrinfo(said, None, type=socket.SOCK_STREAM)[0][4][0].partition("%")[0])
+        found = str(socket.getaddrinfo(said, None, type=socket.SOCK_STREAM)[0][4][0])
+        own = ipaddress.ip_address(found.partition("%")[0])
     except ValueError as e:
         raise ConfigError(f"--address: {e}") from None
     except OSError as e:

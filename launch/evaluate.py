@@ -137,7 +137,7 @@ class OfflineEvaluation:
         """Lowers the most tokens of an answer to what the model has room for after the longest prompt."""
         rollout = self.config.rollout
         limit, _ = longest_of(read_config(self.config.model.path), longest + rollout.max_new_tokens)
-        rollout.max_new_tokens = max(1, min(rollout.max_new_tokens, limit - longest))
+        rollout.max_new_tokens = max(1, int(min(rollout.max_new_tokens, limit - longest)))
 
     def _sorted(self, prompts: Sequence[Prompt], reward: str | None) -> list[Prompt]:
         """Returns the prompts that are short enough, each with its place in `kinds`. A built-in reward of the config
@@ -295,7 +295,9 @@ class OfflineEvaluation:
                 adapter=adapter,
                 sampled=lambda _: slot.close(),
             )
-            (ended,) = await environment.runner.sample(sampling, spec, 1)
+            sampled = await environment.runner.sample(sampling, spec, 1)
+        assert sampled is not None
+        (ended,) = sampled
         context, score = ended.context, ended.score
         if score.failed:
             return None

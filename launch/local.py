@@ -28,7 +28,7 @@ from areal_megatron.run.network import check_network
 def main(arguments: list[str] | None = None) -> int:
     guard()
     lifeline.hold(guardian_s=0.0)  # of a program that drives the run
-    parser = start.parser("areal_megatron.launch.local", __doc__.split("\n")[0])
+    parser = start.parser("areal_megatron.launch.local", __doc__)
     dry_run.add_flag(parser)
     options = parser.parse_intermixed_args(arguments)
     options.again = _again(parser.prog, sys.argv[1:] if arguments is None else arguments)

@@ -25,7 +25,7 @@ from areal_megatron.launch import dry_run
 from areal_megatron.launch.supervision import start
 from areal_megatron.launch.supervision.hosts import HostError, Nodes
 from areal_megatron.launch.supervision.node import POLL_S, Supervisor, hello
-from areal_megatron.launch.supervision.orders import Alive, EndAll, Event, NodeHello, Order
+from areal_megatron.launch.supervision.orders import Alive, End, Event, NodeHello, Order, StartOrder
 from areal_megatron.launch.supervision.start import Beginning
 from areal_megatron.launch.supervision.supervise import Outcome, supervise
 from areal_megatron.planning.pools import Node, Process
@@ -41,7 +41,7 @@ _decode_event = msgspec.json.Decoder(Event).decode
 
 def main(arguments: list[str] | None = None) -> int:
     guard()
-    parser = start.parser("areal_megatron.launch.mpi", __doc__.split("\n")[0])
+    parser = start.parser("areal_megatron.launch.mpi", __doc__)
     dry_run.add_flags(parser)
     options = parser.parse_intermixed_args(arguments)
     try:
@@ -195,10 +195,10 @@ class MpiChannel:
         self._events: list[Event] = [own]
 
     def send(self, order: Order) -> None:
-        everyone = isinstance(order, EndAll)
-        if everyone or order.supervisor == "0":
+        addressed = isinstance(order, StartOrder | End)
+        if not addressed or order.supervisor == "0":
             self._orders.append(order)
-        for rank in range(1, self._world.size) if everyone else {int(order.supervisor)} - {0}:
+        for rank in {int(order.supervisor)} - {0} if addressed else range(1, self._world.size):
             self._world.send(_encode(order), rank)
 
     def receive(self) -> list[Event]:

@@ -112,7 +112,7 @@ def _name(rank: int) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     guard()
-    parser = start.parser("areal_megatron.launch.ranks", __doc__.split("\n")[0])
+    parser = start.parser("areal_megatron.launch.ranks", __doc__)
     dry_run.add_flags(parser)
     options = parser.parse_intermixed_args(arguments)
     try:

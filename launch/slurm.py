@@ -20,6 +20,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
@@ -52,7 +53,7 @@ _KILLED_S = 120.0
 
 def main(arguments: list[str] | None = None) -> int:
     guard()
-    parser = start.parser("areal_megatron.launch.slurm", __doc__.split("\n")[0])
+    parser = start.parser("areal_megatron.launch.slurm", __doc__)
     parser.add_argument(
         "--grace-s",
         type=float,
@@ -143,7 +144,7 @@ class Job(msgspec.Struct):
         return [name for group in self.groups for name in group]
 
     @classmethod
-    def of(cls, environment: dict[str, str]) -> Job:
+    def of(cls, environment: Mapping[str, str]) -> Job:
         """Reads the job from Slurm's environment. Raises ConfigError outside a job, or for a malformed node list."""
         if "SLURM_JOB_ID" not in environment:
             raise ConfigError(
@@ -201,6 +202,7 @@ class Srun:
 
     def send(self, order: Order) -> None:
         for process in self._processes:
+            assert process.stdin is not None
             try:
                 with self._sending:
                     process.stdin.write(msgspec.json.encode(order) + b"\n")
@@ -223,6 +225,7 @@ class Srun:
         with suppress(HostError):
             self.send(Leave())
         for process in self._processes:
+            assert process.stdin is not None
             with suppress(BrokenPipeError), self._sending:
                 process.stdin.close()
         for process in self._processes:
@@ -237,6 +240,7 @@ class Srun:
             self.send(Present())
 
     def _read(self, process: subprocess.Popen) -> None:
+        assert process.stdout is not None
         for line in process.stdout:
             self._lines.put(line)
 
@@ -328,7 +332,7 @@ def count_fault(run: RunFolder) -> int:
 def is_preempted() -> bool:
     """Returns whether Slurm is stopping this job for another one; False if Slurm does not say."""
     shown = node.slurm_client("scontrol", "--oneliner", "show", "job", os.environ["SLURM_JOB_ID"])
-    times = dict(field.partition("=")[::2] for field in shown.split())
+    times = {name: value for name, _, value in (field.partition("=") for field in shown.split())}
     preempted = times.get("PreemptTime", "None")
     return preempted[:1].isdigit() and preempted >= times.get("StartTime", "")  # not one of an earlier start
 

@@ -34,7 +34,7 @@ _ASKED = ["resume=auto", "machine.host=auto"]
 
 def main(arguments: list[str] | None = None) -> int:
     guard()
-    parser = start.parser("areal_megatron.launch.submit", __doc__.split("\n")[0])
+    parser = start.parser("areal_megatron.launch.submit", __doc__)
     parser.set_defaults(restarts=10)
     add_sizes(parser, required=True)
     job = parser.add_argument_group("the job")

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 
@@ -49,6 +49,7 @@ from areal_megatron.protocol import (
     SaveVersion,
     ScoreText,
     TakeStep,
+    Ticket,
     TurnTo,
 )
 from areal_megatron.run.folder import CONTROLLER, RunError, RunFolder
@@ -62,6 +63,8 @@ _LOOK_S = 0.2
 _END_S = 60.0
 _SEED_BITS = 62
 
+Numbers = Sequence[float] | np.ndarray
+"""One for each token."""
 Prompt = str | Chat | Sequence[int]
 """A text or messages, which the model's template renders, or tokens."""
 
@@ -73,19 +76,19 @@ class Response:
     What has one value a token may be one number for all of them.
     """
 
-    prompt: Sequence[int]
+    prompt: Sequence[int] | np.ndarray
     """Its tokens."""
-    tokens: Sequence[int]
-    logprobs: Sequence[float] = ()
+    tokens: Sequence[int] | np.ndarray
+    logprobs: Numbers = ()
     """[R]: the log-probability with which each token was sampled; without any, only `sft` can train them."""
-    versions: Sequence[int] = ()
+    versions: Sequence[int] | np.ndarray = ()
     """[R]: the version that sampled each token; without any, the present one."""
     text: str = ""
     finish_reason: str = "stop"
     """`stop`, or `length` for one that was cut at max_tokens."""
-    advantage: float | Sequence[float] = 0.0
+    advantage: float | Numbers = 0.0
     """How much better each token is than expected; `sft` takes none."""
-    weight: float | Sequence[float] | None = None
+    weight: float | Numbers | None = None
     """What the loss of each token is multiplied by before all are summed. None: a share of the mean that the loss
     stands for, such as 1 / (trained tokens of all samples)."""
     mask: Sequence[bool] | None = None
@@ -325,6 +328,7 @@ class Policy:
 
     def _client(self) -> ControllerClient:
         name, patience = f"program-{threading.get_native_id()}", self.config.machine.peer_timeout_s
+        assert self._keys is not None  # read when the policy was opened
         return ControllerClient(self._endpoint, self._keys, name, patience, self._look)
 
     def _ask(self, *messages: ProgramRequest) -> list[ProgramReply]:
@@ -333,8 +337,8 @@ class Policy:
             raise ConfigError(f"the policy of {self.folder} is closed")
         try:
             with self._client() as client:
-                tickets = [client.request(message).number for message in messages]
-                replies = [_wait(client, ticket) for ticket in tickets]
+                tickets = [client.request(message) for message in messages]
+                replies = [_wait(client, ticket.number) for ticket in tickets if isinstance(ticket, Ticket)]
         except ControllerError as e:
             self._look()
             raise RunFailed(str(e)) from None
@@ -429,9 +433,9 @@ class Policy:
 
     def _tokens(self, prompt: Prompt, place: int) -> list[int]:
         if isinstance(prompt, str) or (len(prompt) and isinstance(prompt[0], Mapping)):
-            [tokens] = self.tokenizer.prompts([prompt])
+            [tokens] = self.tokenizer.prompts([cast(str | Chat, prompt)])
             return tokens
-        tokens = [int(token) for token in prompt]
+        tokens = [int(token) for token in cast(Sequence[int], prompt)]
         if not tokens:
             raise ConfigError(f"prompt {place} has no tokens")
         return tokens
@@ -452,6 +456,7 @@ class Policy:
 def _wait(client: ControllerClient, ticket: int) -> ProgramReply:
     while isinstance(reply := client.request(Await(ticket)), NotYet):
         pass
+    assert isinstance(reply, ProgramReply)
     return reply
 
 

@@ -31,7 +31,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from omegaconf.errors import OmegaConfBaseException
 
@@ -216,6 +216,7 @@ class RunEngines:
         while not (said := _STARTED.search(launcher.last_lines)) and launcher.is_running:
             time.sleep(_POLL_S)
         said = said or _STARTED.search(launcher.wait())
+        assert said is not None  # a launcher of engines that did not fail has said it
         return AddedEngines(said[1].split(", "), launcher)
 
     def drain(self, *arguments: str) -> None:
@@ -253,13 +254,13 @@ class _Program:
         path = os.pathsep.join([*dict.fromkeys(paths), *filter(None, [os.environ.get("PYTHONPATH")])])
         self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
         self._quiet = quiet
-        held, self._lifeline = os.pipe() if tied else (None, None)
+        held, self._lifeline = cast(tuple[int | None, int | None], os.pipe() if tied else (None, None))
         environment = ({"PYTHONPATH": path} if path else {}) | ({lifeline.DESCRIPTOR: str(held)} if tied else {})
         self.process = subprocess.Popen(
             [sys.executable, "-m", COMMANDS[name].module, *arguments],
             cwd=at,
             env=os.environ | environment,
-            pass_fds=[held] if tied else [],
+            pass_fds=[] if held is None else [held],
             start_new_session=tied,  # a Ctrl-C here is this process's to handle
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -268,7 +269,7 @@ class _Program:
             encoding="utf-8",
             errors="replace",
         )
-        if tied:
+        if held is not None:
             os.close(held)
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -308,6 +309,7 @@ class _Program:
             self._lifeline = None
 
     def _read(self) -> None:
+        assert self.process.stdout is not None
         for line in self.process.stdout:
             self._lines.append(line.rstrip())
             if not self._quiet:

@@ -415,7 +415,7 @@ async def serve(policy: Policy, names: set[str], key: str, port: int) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     guard()
-    parser = Parser("areal_megatron.api.tinker", __doc__.split("\n")[0])
+    parser = Parser("areal_megatron.api.tinker", (__doc__ or "").split("\n")[0])
     parser.add_config()
     parser.add_argument("--port", type=count, default=0, help="the port to listen on; 0, the default: a free one")
     options = parser.parse_intermixed_args(arguments)

@@ -107,7 +107,10 @@ class PromptScore:
     """float32 [n, k]"""
 
 
-def sample_reply(answers: Sequence[tuple[Sequence[int], np.ndarray, bool]], prompt: PromptScore | None = None) -> bytes:
+def sample_reply(
+    answers: Sequence[tuple[Sequence[int] | np.ndarray, Sequence[float] | np.ndarray, bool]],
+    prompt: PromptScore | None = None,
+) -> bytes:
     """`answers`: tokens, their log-probabilities, and whether they were cut."""
     message = _CLASSES["Sampled"]()
     if prompt:
@@ -121,7 +124,7 @@ def sample_reply(answers: Sequence[tuple[Sequence[int], np.ndarray, bool]], prom
         message.sequences.add(
             stop_reason=_LENGTH if cut else _STOP,
             tokens=np.asarray(tokens, "<i4").tobytes(),
-            logprobs=logprobs.astype("<f4").tobytes(),
+            logprobs=np.asarray(logprobs, "<f4").tobytes(),
         )
     return message.SerializeToString()
 

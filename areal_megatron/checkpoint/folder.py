@@ -282,11 +282,15 @@ def tidy(run: RunFolder, settings: CheckpointConfig, in_use: Collection[Path] = 
     run.check_current()
     later = 0
     for place, folder in reversed(_ordered(run)):
-        version = int(_NAME.fullmatch(folder.name)[1])
+        version = _version(folder)
         stays = later < settings.keep or folder in in_use
         if not stays and (not settings.keep_every or version % settings.keep_every):
             shutil.rmtree(set_aside(folder, "removed"), ignore_errors=True)
         later += place.whole
+
+
+def _version(folder: Path) -> int:
+    return int(folder.name.removeprefix("version-"))
 
 
 def _ordered(run: RunFolder) -> list[tuple[_Place, Path]]:
@@ -300,7 +304,7 @@ def _place(folder: Path, line: list[tuple[IncarnationStart, int | None]]) -> _Pl
     try:
         checkpoint, _ = _read_seal(folder)
     except ConfigError:  # it would be where its version is on the line
-        version = int(_NAME.fullmatch(folder.name)[1])
+        version = _version(folder)
         before = [start.incarnation for start, _ in line if start.batches <= version]
         return _Place(bool(before), max(before, default=-1), version, whole=False)
     counts = any(

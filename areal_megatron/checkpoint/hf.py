@@ -165,7 +165,9 @@ class _Collected:
 
     def __call__(self, tensor: HfTensor) -> Iterator[ndarray]:
         """Yields the elements of a tensor, on rank 0."""
-        yield self._gather(tensor).view(torch.uint8).numpy()
+        whole = self._gather(tensor)
+        assert whole is not None  # on rank 0
+        yield whole.view(torch.uint8).numpy()
 
     def send(self, tensors: Sequence[HfTensor]) -> None:
         """Sends rank 0 what it asks for as it writes these tensors; on the other ranks."""
@@ -191,6 +193,8 @@ class _Collected:
             elif rank == 0:
                 part = torch.empty(box.shape, dtype=dtype)
                 dist.recv(part, holder, group=group)
-            if rank == 0:
+            else:
+                continue
+            if result is not None:
                 result[box.within(tensor.box).slices] = part.view(box.shape)
         return result

@@ -97,7 +97,7 @@ def read_description(folder: Path) -> tuple[Adapter, str]:
     rank, alpha, targets = found.get("r"), found.get("lora_alpha"), found.get("target_modules")
     if type(rank) is not int or not 0 < rank <= 4096:
         raise CheckpointError(f"{file} needs a positive integer r, has {printable(repr(rank), 60)}")
-    if type(alpha) not in (int, float) or alpha <= 0:
+    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or alpha <= 0:
         raise CheckpointError(f"{file} needs a positive number lora_alpha, has {printable(repr(alpha), 60)}")
     if targets == ALL_LINEAR:
         targets = [ALL_LINEAR]
@@ -114,6 +114,7 @@ def open_start(config: Config, hf_config: Mapping[str, Any]) -> PeftFolder:
     """Opens the adapter of lora.start, for the model of hf_config. Raises ConfigError if it is damaged, or its
     shapes or settings are others than the run's."""
     folder, own, model = Path(config.lora.start), Adapter.of(config.lora), architecture(hf_config)
+    assert own is not None  # only adapters start from one
     try:
         found, _ = read_description(folder)
         if (found.rank, found.scale, found.modules(model)) != (own.rank, own.scale, own.modules(model)):

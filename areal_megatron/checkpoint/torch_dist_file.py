@@ -222,11 +222,14 @@ def metadata(files: Mapping[str, list[Entry]]) -> bytes:
     described: dict[str, Any] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
     for file, entry in ((file, entry) for file, entries in files.items() for entry in entries):
-        offset = None if entry.box is None else torch.Size(entry.box.start)
-        places[MetadataIndex(entry.name, offset)] = _StorageInfo(file, entry.offset, entry.length)
+        place = _StorageInfo(file, entry.offset, entry.length)
         if entry.box is None:
+            places[MetadataIndex(entry.name, None)] = place
             described[entry.name] = BytesStorageMetadata()
             continue
+        assert entry.dtype is not None  # as it has a box
+        offset = torch.Size(entry.box.start)
+        places[MetadataIndex(entry.name, offset)] = place
         properties = TensorProperties(dtype=entry.dtype)
         described[entry.name] = TensorStorageMetadata(properties, torch.Size(entry.shape), chunks[entry.name])
         chunks[entry.name].append(ChunkStorageMetadata(offset, torch.Size(entry.box.shape)))
@@ -295,7 +298,8 @@ def _skeleton(dtype: torch.dtype, shape: Shape) -> tuple[bytes, bytes]:
     with skip_data():
         torch.save(torch.empty(shape, dtype=dtype), file)
     file.seek(0)
-    offset = torch._C.PyTorchFileReader(file).get_record_offset("data/0")
+    reader: Any = torch._C.PyTorchFileReader(file)  # torch's stub lacks the method
+    offset = reader.get_record_offset("data/0")
     data = file.getbuffer()
     return bytes(data[:offset]), bytes(data[offset + prod(shape) * dtype.itemsize :])
 

@@ -16,7 +16,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from areal_megatron.checkpoint.disk import CheckpointError, Extent
 from areal_megatron.models.dtypes import ITEMSIZE
@@ -153,7 +153,7 @@ def _dtype(name: str, stored: Any) -> str:
     return dtype
 
 
-def _saved_tensor(file: BinaryIO) -> tuple[str, Shape, int]:
+def _saved_tensor(file: _Window) -> tuple[str, Shape, int]:
     """Returns dtype, shape and first byte of the elements of a tensor that torch.save wrote: a zip file that compresses
     nothing, with a pickle of the tensor's description in `data.pkl` and its storage in `data/0`."""
     with zipfile.ZipFile(file) as records:
@@ -195,7 +195,7 @@ class _Unpickler(pickle.Unpickler):
 class _Window(io.RawIOBase):
     """The bytes from start to stop of a file, as a file."""
 
-    def __init__(self, file: BinaryIO, start: int, stop: int):
+    def __init__(self, file: io.BufferedReader, start: int, stop: int):
         self._file, self._start, self._size, self._at = file, start, stop - start, 0
 
     def readable(self) -> bool:

@@ -8,11 +8,11 @@ from __future__ import annotations
 import difflib
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import is_dataclass
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -43,7 +43,7 @@ _PASSED_THROUGH = {key for key, _, value in config_fields(_EVERY) if isinstance(
 """Sections with the keys of another library (areal_megatron/config/passed_through.py)."""
 
 
-def load(path: str | Path, overrides: list[str] = ()) -> Config:
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Defaults, then the YAML file, then `key=value` overrides, of which the last one of a key holds; checked.
 
     A default that other keys decide, such as the clip of an algorithm, is decided here.
@@ -52,7 +52,7 @@ def load(path: str | Path, overrides: list[str] = ()) -> Config:
     in the file, a value of the wrong type or out of range, and keys that contradict each other.
     """
     path = Path(path)
-    config, places, passed = OmegaConf.structured(Config), {}, {section: {} for section in _PASSED_THROUGH}
+    given, places, passed = OmegaConf.structured(Config), {}, {section: {} for section in _PASSED_THROUGH}
     for key, node, place in [*_read_file(path), *(_read_override(text) for text in overrides)]:
         if found := _passed_through(key):
             section, option = found
@@ -63,17 +63,17 @@ def load(path: str | Path, overrides: list[str] = ()) -> Config:
         wanted = describe(_FIELDS[_any_entry(key)])
         if not isinstance(node, yaml.ScalarNode):
             raise ConfigError(f"{place}: {key}: must be {wanted}, is {_value(node)}")
-        _make_room(config, key, place)
+        _make_room(given, key, place)
         try:
-            OmegaConf.update(config, key, node.value)
+            OmegaConf.update(given, key, node.value)
         except OmegaConfBaseException:
             raise ConfigError(f"{place}: {key}: must be {wanted}, is {node.value!r}") from None
-    missing = [re.sub(r"\[(\d+)\]", r".\1", key) for key in OmegaConf.missing_keys(config)]
-    if not config.data.train and not config.environments:
+    missing = [re.sub(r"\[(\d+)\]", r".\1", key) for key in OmegaConf.missing_keys(given)]
+    if not given.data.train and not given.environments:
         missing.append("data.train")
     if missing:
         raise ConfigError(f"{path}: missing {', '.join(sorted(missing))}")
-    config = OmegaConf.to_object(config)
+    config = cast(Config, OmegaConf.to_object(given))
     for key, options in passed.items():
         section, _, name = key.rpartition(".")
         setattr(attrgetter(section)(config), name, options)
@@ -205,13 +205,13 @@ def _option(node: yaml.Node) -> Any:
     taken everywhere else in a config."""
     pair = yaml.ScalarNode("tag:yaml.org,2002:str", "value"), node
     text = yaml.serialize(yaml.MappingNode("tag:yaml.org,2002:map", [pair]))
-    return OmegaConf.to_container(OmegaConf.create(text), resolve=False)["value"]
+    return cast(dict[str, Any], OmegaConf.to_container(OmegaConf.create(text), resolve=False))["value"]
 
 
 def _passed_through(key: str) -> tuple[str, str] | None:
     """The section and the name of an option that is passed through; None for any other key."""
     section = next((section for section in _PASSED_THROUGH if key.startswith(f"{section}.")), None)
-    return section and (section, key.removeprefix(f"{section}."))
+    return (section, key.removeprefix(f"{section}.")) if section else None
 
 
 def _check_known(key: str, where: str) -> None:

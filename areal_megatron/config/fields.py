@@ -899,6 +899,6 @@ def describe(f: Field) -> str:
     if choices := f.metadata.get("choices"):
         return f"one of {', '.join(choices)}"
     kinds = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}
-    kind = kinds.get(f.type, "a section of options")
+    kind = kinds.get(str(f.type), "a section of options")
     limits = f.metadata.get("limits", {})
     return ", ".join([kind, *([" and ".join(f"{name} {limit:g}" for name, limit in limits.items())] if limits else [])])

@@ -315,7 +315,7 @@ def _check_penalties(ppo: PPOConfig, require: Require) -> None:
         "has to know the proximal policy before the loss: it needs ppo.objective=decoupled or naive",
     )
     require(
-        p.kl_weighted or (p.kl and p.kl_form in ("k2", "k3")),
+        p.kl_weighted or (p.kl > 0 and p.kl_form in ("k2", "k3")),
         "ppo.penalty.kl_weighted",
         "would change nothing: it is about ppo.penalty.kl with kl_form=k2 or k3"
         + (", and k1 is a reward" if p.kl and p.kl_form == "k1" else ""),

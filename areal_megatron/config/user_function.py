@@ -56,7 +56,7 @@ def code_of(path: str) -> dict[str, str]:
     while names:
         file = _file_of(names.pop(), root)
         place = file.relative_to(root) if file else Path(_OURS)
-        if place.parts[0] != _OURS and place.as_posix() not in found:
+        if file and place.parts[0] != _OURS and place.as_posix() not in found:
             with suppress(OSError, ValueError, SyntaxError, RecursionError):
                 content = file.read_bytes()
                 found[place.as_posix()] = hashlib.blake2b(content, digest_size=8).hexdigest()

@@ -53,8 +53,9 @@ class BatchSchedule(Protocol):
 
     version: int
 
+    @property
+    def held_up_by(self) -> int | None: ...
     def form_batch(self) -> list[Any] | None: ...
-    def stragglers(self) -> int: ...
     def applied(self) -> None: ...
     def rejected(self, reason: str) -> None: ...
 
@@ -157,15 +158,15 @@ class Batches:
         self._batch = asyncio.ensure_future(asyncio.to_thread(self._pack, trajectories, self.number, version, probed))
         self._batch.add_done_callback(lambda _: self._changed.notify())
         if self._dumps:
-            self._begin_dump(trajectories)
+            self._begin_dump(trajectories, self._dumps)
 
-    def _begin_dump(self, trajectories: list[Trajectory]) -> None:
+    def _begin_dump(self, trajectories: list[Trajectory], folder: Path) -> None:
         if self._dump is not None:  # at most one is in memory
             log.error("batch %d is not kept: the one before is still being written", self.number)
             return
         dump = Dump(number=self.number, version=self._schedule.version, trajectories=trajectories)
         most = self._config.rollout.dump_gb * 1e9 or math.inf
-        self._dump = asyncio.ensure_future(asyncio.to_thread(write, dump, self._dumps, most))
+        self._dump = asyncio.ensure_future(asyncio.to_thread(write, dump, folder, most))
 
     def _pack(
         self, trajectories: list[Trajectory], number: int, version: int, probed: list[Excerpt]
@@ -195,8 +196,8 @@ class Batches:
 
         Raises Refusal if the batch is not in training.
         """
-        in_training = self._batch is not None and self._batch.done()
-        if not in_training or message.number != self.number or message.version != self._schedule.version:
+        batch = self._batch if self._batch and self._batch.done() else None
+        if batch is None or message.number != self.number or message.version != self._schedule.version:
             raise Refusal(
                 f"batch {message.number} of version {message.version} is not in training: "
                 f"that is batch {self.number} of version {self._schedule.version}"
@@ -210,7 +211,7 @@ class Batches:
         now = time.monotonic()
         elapsed, self._last_trained = now - self._last_trained, now
         wait = self._trainer_waits.take()
-        _, described = self._batch.result()
+        _, described = batch.result()
         account = described | {
             "effective_tokens_per_s": described["trained_tokens"] / elapsed if message.applied else 0.0,
             "straggler_wait_s": self._straggler.take(),

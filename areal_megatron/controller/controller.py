@@ -77,6 +77,7 @@ from areal_megatron.process.errors import first_cause
 from areal_megatron.process.lateness import attended_time
 from areal_megatron.process.shown import guard
 from areal_megatron.protocol import (
+    Answer,
     Bye,
     CheckpointBegin,
     CheckpointDone,
@@ -220,7 +221,7 @@ class Controller:
         timelines = [engine.timeline for engine in self.fleet.engines]
         await asyncio.to_thread(close_all, [self.status, self.answers, self.metrics, self.timeline, *timelines])
 
-    async def _handle(self, message: Request) -> Reply:
+    async def _handle(self, message: Request) -> Answer:
         match message:
             case NextBatch():
                 self.startup.mark("trainers")
@@ -289,7 +290,7 @@ class Controller:
 
     async def _written(self, message: CheckpointWritten) -> Reply:
         version, writing = self._written_state
-        if version != message.version:
+        if writing is None or version != message.version:
             raise Refusal(f"there is no checkpoint of version {message.version} to write")
         try:
             await writing

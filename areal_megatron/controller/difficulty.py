@@ -31,7 +31,7 @@ class Difficulty:
     def reason_to_skip(self, prompt: Prompt, version: int) -> str:
         """Returns why the prompt is not to be drawn while `version` is trained; empty if its pass rate is unknown,
         forgotten or within the range of those that are drawn."""
-        rollout, (rate, measured_at) = self._rollout, self.measured.get(prompt.id, Measured(prompt.pass_rate, 0))
+        rollout, (rate, measured_at) = self._rollout, self.measured.get(prompt.id, (prompt.pass_rate, 0))
         if rate is None or version - measured_at >= rollout.remeasure_after:
             return ""
         return "" if rollout.draw_min_pass_rate <= rate <= rollout.draw_max_pass_rate else f"pass rate {rate:.3g}"

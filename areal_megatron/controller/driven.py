@@ -32,6 +32,7 @@ from areal_megatron.observe.metrics import MetricsWriter, StatusWriter
 from areal_megatron.observe.status import EngineState, Status
 from areal_megatron.packing.partition import split
 from areal_megatron.protocol import (
+    Answer,
     Await,
     Bye,
     CheckpointBegin,
@@ -53,7 +54,6 @@ from areal_megatron.protocol import (
     ProgramRequest,
     Publish,
     PublishVersion,
-    Reply,
     Request,
     SampledAnswer,
     SaveAdapter,
@@ -154,7 +154,7 @@ class Driven:
     def committed(self, version: int) -> None:
         """Every engine has `version`: nobody waits for that here."""
 
-    async def _handle(self, message: Request) -> Reply:
+    async def _handle(self, message: Request) -> Answer:
         match message:
             case NextOrder():
                 self._trainers.set()
@@ -232,7 +232,7 @@ class Driven:
                     await self._order(message)
         return ProgramReply(version=0)
 
-    def _check(self, *texts: Sequence[int]) -> None:
+    def _check(self, *texts: Sequence[int] | np.ndarray) -> None:
         """Raises ConfigError for tokens that would end the process which looks them up."""
         tokens = np.concatenate(texts)
         for extreme in (tokens.min(), tokens.max()):

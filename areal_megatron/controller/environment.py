@@ -50,8 +50,10 @@ class Environments:
             else:
                 workers = self.all[same].scorer.workers
             scorer = Scorer(own.reward, workers, own.rollout.max_new_tokens)
-            is_single = own.rollout.workflow == SINGLE_TURN
-            runner = SingleTurn(scorer) if is_single else WorkflowRunner(self._episodes, scorer)
+            if self._episodes is None or own.rollout.workflow == SINGLE_TURN:
+                runner = SingleTurn(scorer)
+            else:
+                runner = WorkflowRunner(self._episodes, scorer)
             self.all.append(Environment(own, scorer, runner))
             self._workers += [workers] if same is None else []
 

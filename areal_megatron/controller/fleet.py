@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any, Protocol
 
 from areal_megatron.config import Config
 from areal_megatron.controller.changed import Changed
 from areal_megatron.controller.engine import Engine, connect, connector, room_of
-from areal_megatron.controller.schedule import Schedule
 from areal_megatron.controller.service import Refusal
 from areal_megatron.controller.updates import EngineUpdates
 from areal_megatron.engine.client import EngineClient, EngineError
@@ -36,6 +35,17 @@ class EngineEvents(Protocol):
         """Every engine that serves has `version` or a later one."""
 
 
+class EngineVersions(Protocol):
+    """The part of Schedule that Fleet needs: the version that was published last, and those that engines serve."""
+
+    version: int
+
+    @property
+    def engines(self) -> Container[int]: ...
+    def add_engine(self, engine: int, version: int) -> None: ...
+    def committed(self, engine: int, version: int) -> None: ...
+
+
 class Fleet:
     """Connects to the engines and looks after them; one that is lost gets nothing until another process serves."""
 
@@ -44,7 +54,7 @@ class Fleet:
         config: Config,
         run: RunFolder,
         hf_config: Mapping[str, Any],
-        schedule: Schedule,
+        schedule: EngineVersions,
         changed: Changed,
         events: EngineEvents,
     ):

@@ -61,8 +61,10 @@ class Front:
             orders = Orders(host, endpoint, keys.controller, z85.decode(public_key(keys.trainers)))
             command = [sys.executable, "-m", "areal_megatron.controller.front"]
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE)
-            self._process.stdin.write(msgspec.json.encode(orders) + b"\n")
-            self._process.stdin.flush()
+            assert self._process.stdin is not None
+            self._stdin = self._process.stdin
+            self._stdin.write(msgspec.json.encode(orders) + b"\n")
+            self._stdin.flush()
             if not inner.poll(_START_S * 1000):
                 self._process.kill()
                 raise RunError(
@@ -84,7 +86,7 @@ class Front:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        self._process.stdin.close()
+        self._stdin.close()
 
 
 class _Strangers:

@@ -9,6 +9,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
+from typing import Any
 
 import numpy as np
 from msgspec.structs import asdict
@@ -87,8 +88,9 @@ class Generation:
         running = (
             (group.epoch, group.prompt_id) for number, group in groups.items() if number not in self._interrupted
         )
+        drawing: dict[str, Any] = asdict(self.drawing) | {"cursor": self._cursor.at}
         return ControllerState(
-            **asdict(self.drawing) | {"cursor": self._cursor.at},
+            **drawing,
             again=[*running, *self._again],
             schedule=schedule,
             trajectories={group.number: self._trajectories[group.number] for group in schedule.finished},

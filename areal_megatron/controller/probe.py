@@ -128,16 +128,17 @@ class Probe:
             "mismatch_tokens": len(differences),
             "mismatch_version": version,
         }
-        self._test(version, self._found["mismatch_mean"])
+        assert self._asked is not None  # as there are log-probabilities of an engine
+        self._test(self._asked, version, self._found["mismatch_mean"])
 
-    def _test(self, version: int, mean: float) -> None:
-        subject = self._asked, self._updated or version > 0
+    def _test(self, engine: EngineClient, version: int, mean: float) -> None:
+        subject = engine, self._updated or version > 0
         if subject in self._tested:
             return
         self._tested.add(subject)
         if self._explained < math.inf and not mean <= self._explained:  # which NaN is not, either
             self._fault = (
-                f"{self._asked.name} gives tokens other log-probabilities than the trainers at version {version}: they "
+                f"{engine.name} gives tokens other log-probabilities than the trainers at version {version}: they "
                 f"differ by {mean:.2g} in the mean, and {self._dtype} explains {self._explained:g}; its kernels or its "
                 "weights are wrong, see docs/metrics.md (reshard.check_logprobs=false goes on with it)"
             )

@@ -25,6 +25,7 @@ from areal_megatron.observe.background import close_all
 from areal_megatron.observe.metrics import MetricsWriter, StatusWriter
 from areal_megatron.observe.status import Status
 from areal_megatron.protocol import (
+    Answer,
     Bye,
     CheckpointBegin,
     CheckpointDone,
@@ -47,6 +48,9 @@ _STATUS_S = 0.5
 class Recording:
     """Stands in for a schedule: the only group of a batch is its dump."""
 
+    held_up_by = None
+    """No answers are waited for."""
+
     def __init__(self, files: Sequence[Path], version: int, vocabulary: float = math.inf):
         self.version, self._vocabulary = version, vocabulary
         self.left = deque(files)
@@ -67,9 +71,6 @@ class Recording:
                 "was applied in one of them only (see skipped_steps in metrics.jsonl)"
             )
         return [dump]
-
-    def stragglers(self) -> int:
-        return 0
 
     def applied(self) -> None:
         self.version, self.trained = self.version + 1, self._formed
@@ -121,7 +122,7 @@ class Replay:
         self._service.close()
         await asyncio.to_thread(close_all, [self._status, self._metrics])
 
-    async def _handle(self, message: Request) -> Reply:
+    async def _handle(self, message: Request) -> Answer:
         match message:
             case NextBatch():
                 return await self._batches.next(message)

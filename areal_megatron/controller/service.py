@@ -13,7 +13,7 @@ from areal_megatron.controller.front import Front
 from areal_megatron.process.errors import first_line
 from areal_megatron.protocol import (
     PROTOCOL,
-    EncodedBatch,
+    Answer,
     Envelope,
     Hello,
     Refused,
@@ -41,7 +41,7 @@ class Service:
     process does not start, and in `run` if it ends.
     """
 
-    def __init__(self, host: str, keys: SecretKeys, handle: Callable[[Request], Awaitable[Reply | EncodedBatch]]):
+    def __init__(self, host: str, keys: SecretKeys, handle: Callable[[Request], Awaitable[Answer]]):
         self._handle = handle
         self._inner = zmq.Context.instance().socket(zmq.ROUTER)
         self._inner.set_hwm(0)  # as in front.py

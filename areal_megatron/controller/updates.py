@@ -151,6 +151,7 @@ class EngineUpdates:
                     hf_config=self._hf_config,
                 )
             )
+        start = None
         if not update.generates:
             start = self._stop_for(EngineState.RECEIVING)
             await client.pause(clear_cache=False)
@@ -168,7 +169,7 @@ class EngineUpdates:
             await client.abandon_update()
             self._fail(update, delivered.error)
             return
-        if update.generates:
+        if start is None:
             start = self._stop_for(EngineState.COMMITTING)
         stood_s = await self._commit(update)
         end = time.time_ns()

@@ -16,12 +16,11 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jinja2
 
 from areal_megatron.config import ConfigError
-from areal_megatron.data.formats import Chat
 from areal_megatron.process.errors import first_line, printable
 
 Span = tuple[int, int]
@@ -68,12 +67,16 @@ class ChatTemplate:
         return self._sources, self._special
 
     def render(
-        self, messages: Chat, tools: Sequence[Any] | None = None, asks: bool = True, marks: list[Span] | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] | None = None,
+        asks: bool = True,
+        marks: list[Span] | None = None,
     ) -> str:
         """Returns the text of a conversation; if it `asks`, up to where the model starts its answer. `marks` gets what
         the template marks as the assistant's. Raises TemplateRefused."""
         source = self._source(tools)
-        marked = marks is not None and _GENERATION.search(source) is not None
+        marked = _GENERATION.search(source) is not None if marks is not None else False
         try:
             [text], found = _render(
                 [messages],
@@ -85,7 +88,7 @@ class ChatTemplate:
             )
         except Exception as e:  # the template is the model's: it may fail in any way
             raise TemplateRefused(printable(" ".join(str(e).split())) or type(e).__name__) from None
-        if marked:
+        if marks is not None and marked:
             marks += found[0]
         return text
 
@@ -180,12 +183,12 @@ def _unreadable(error: BaseException) -> str:
     return f"the chat template cannot be read: {printable(first_line(error))}"
 
 
-def _render(chats: Sequence[Chat], template: str, **variables: Any) -> tuple[list[str], list[list[Span]]]:
+def _render(chats: list[Any], template: str, **variables: Any) -> tuple[list[str], list[list[Span]]]:
     """Returns the texts, and what the template marks as the assistant's of each, if asked for."""
     # costs half a second and 25 MB, for models with a chat template only
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    return render_jinja_template(chats, chat_template=template, **variables)
+    return cast(tuple[list[str], list[list[Span]]], render_jinja_template(chats, chat_template=template, **variables))
 
 
 if __name__ == "__main__":

@@ -11,10 +11,9 @@ import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
-
-from areal_megatron.data.prompts import Prompt
 
 PHRASE = 13
 """Words of a phrase, as in GPT-3's report (arXiv 2005.14165, Appendix C)."""
@@ -33,17 +32,28 @@ _BASE = int(_random.integers(1 << 63)) * 2 + 1
 _IS_WORD = np.array([byte >= 128 or chr(byte).isalnum() for byte in range(256)])
 
 
+class Compared(Protocol):
+    """A prompt, an example or a pair."""
+
+    @property
+    def text(self) -> str: ...
+    @property
+    def source(self) -> int: ...
+    @property
+    def where(self) -> str: ...
+
+
 @dataclass(frozen=True)
 class Overlap:
     """What two sets of prompts have in common, as (evaluation prompt, training prompt) for each evaluation prompt."""
 
-    equal: list[tuple[Prompt, Prompt]]
+    equal: list[tuple[Compared, Compared]]
     """Equal but for case, white space and Unicode's compatible forms."""
-    similar: list[tuple[Prompt, Prompt]]
+    similar: list[tuple[Compared, Compared]]
     """Not equal, with a phrase in common: PHRASE words in a row."""
 
 
-def compare(train: Sequence[Prompt], held_out: Sequence[Prompt], say: Callable[[str], None]) -> Overlap:
+def compare(train: Sequence[Compared], held_out: Sequence[Compared], say: Callable[[str], None]) -> Overlap:
     """Returns the overlap, with the first training prompt of each evaluation prompt; `say` is told of the progress.
 
     A word of a phrase is a run of letters and digits, or of characters beyond ASCII. What most prompts of a file begin
@@ -77,7 +87,7 @@ def _normalized(text: str) -> str:
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
-def _batches(prompts: Sequence[Prompt]) -> Iterator[tuple[int, Sequence[Prompt]]]:
+def _batches(prompts: Sequence[Compared]) -> Iterator[tuple[int, Sequence[Compared]]]:
     """Yields (number of the first prompt, prompts) of about _BATCH characters together."""
     first, characters = 0, 0
     for number, prompt in enumerate(prompts):
@@ -99,7 +109,7 @@ class _Words:
     """The number of texts."""
 
     @classmethod
-    def of(cls, prompts: Sequence[Prompt]) -> _Words:
+    def of(cls, prompts: Sequence[Compared]) -> _Words:
         joined = "\0".join(prompt.text.replace("\0", " ") for prompt in prompts)
         if not joined.isascii():
             joined = unicodedata.normalize("NFKC", joined)
@@ -142,7 +152,7 @@ class _Words:
         """Returns the words of the texts that are kept, a bool for each; the numbers of the texts stay."""
         return self._some(kept[self.rows])
 
-    def within(self, frames: dict[int, _Frame], prompts: Sequence[Prompt]) -> _Words:
+    def within(self, frames: dict[int, _Frame], prompts: Sequence[Compared]) -> _Words:
         """Returns the words without the frames of the prompts' sources."""
         kept, starts = np.ones(len(self.rows), bool), self.starts
         sources = np.array([prompt.source for prompt in prompts])
@@ -166,9 +176,9 @@ class _Frame:
     ending: np.ndarray
 
 
-def _frames(prompts: Sequence[Prompt]) -> dict[int, _Frame]:
+def _frames(prompts: Sequence[Compared]) -> dict[int, _Frame]:
     """Returns the frame of each source, from at most _SAMPLE prompts spread over it."""
-    of_source: dict[int, list[Prompt]] = defaultdict(list)
+    of_source: dict[int, list[Compared]] = defaultdict(list)
     for prompt in prompts:
         of_source[prompt.source].append(prompt)
     frames = {}
@@ -196,7 +206,7 @@ def _shared(texts: Sequence[tuple[int, ...]]) -> list[int]:
 class _Phrases:
     """The phrases of the evaluation prompts, and which training prompts have them."""
 
-    def __init__(self, held_out: Sequence[Prompt]):
+    def __init__(self, held_out: Sequence[Compared]):
         keys, self._owners = _Words.of(held_out).within(_frames(held_out), held_out).phrases()
         self._known, self._places = np.unique(keys, return_inverse=True)
         self._table = np.zeros(1 << _TABLE_BITS, bool)

@@ -24,8 +24,8 @@ _CHARACTERS = range(0x100000, 0x10FFFE)
 
 def tags(words: Iterable[str]) -> set[str]:
     """Returns the words that come in pairs, `<name>` and `</name>`, as models use them to structure answers."""
-    found = {word for word in words if _TAG.fullmatch(word)}
-    return {word for word in found if {f"<{(name := _TAG.fullmatch(word)[1])}>", f"</{name}>"} <= found}
+    found = {word: tag[1] for word in words if (tag := _TAG.fullmatch(word))}
+    return {word for word, name in found.items() if {f"<{name}>", f"</{name}>"} <= found.keys()}
 
 
 def any_of(words: Iterable[str]) -> re.Pattern[str]:

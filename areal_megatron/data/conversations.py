@@ -187,7 +187,8 @@ def _message(said: Any, place: str) -> Message:
     calls = said.get("tool_calls") or said.get("function_call")
     if speaker == "function_call":
         content, calls = "", content
-    found = {"role": role, "content": _content(content, place)}
+    text = _content(content, place)
+    found: Message = {"role": role, "content": text}
     found |= {key: said[key] for key in ("name", "tool_call_id") if isinstance(said.get(key), str)}
     if role != "assistant":
         return found
@@ -196,7 +197,7 @@ def _message(said: Any, place: str) -> Message:
         raise ConfigError(f"{place} has thinking that is {type(thought).__name__}, expected text")
     found |= {"thinking": thought} if thought.strip() else {}
     found |= {"tool_calls": own} if (own := _calls(calls, place)) else {}
-    if not (found["content"].strip() or found.get("thinking") or own):
+    if not (text.strip() or found.get("thinking") or own):
         raise ConfigError(f"{place} is the assistant's and says nothing")
     return found
 

@@ -47,8 +47,10 @@ _encode = msgspec.json.Encoder(enc_hook=str, order="sorted").encode
 class Member(Protocol):
     """A prompt, an example or a pair."""
 
-    digest: bytes
-    where: str
+    @property
+    def digest(self) -> bytes: ...
+    @property
+    def where(self) -> str: ...
 
 
 class Drawing(msgspec.Struct, kw_only=True):

@@ -134,7 +134,7 @@ def source_names(text: str | Path) -> list[str]:
     One that is given twice gets its number as well. Raises ConfigError.
     """
     paths = [_name(source.path).split("/") for source in sources(text)]
-    longest = max(map(len, paths))
+    names, longest = list[str](), max(map(len, paths))
     for length in range(1, longest + 1):
         names = ["/".join(path[-length:]) for path in paths]
         if len(set(names)) == len(names):
@@ -169,11 +169,12 @@ def shares(found: Sequence[Source], members: Sequence[int]) -> list[tuple[int, i
     least one source is drawn completely, the others in proportion to their weights. Raises ConfigError if a weight is
     too small for a single row.
     """
-    if found[0].weight is None:
+    weights = [source.weight for source in found if source.weight is not None]
+    if not weights:
         return []
     sizes = [members.count(number) for number in range(len(found))]
-    scale = min(size / source.weight for size, source in zip(sizes, found, strict=True))
-    drawn = [min(size, round(source.weight * scale)) for size, source in zip(sizes, found, strict=True)]
+    scale = min(size / weight for size, weight in zip(sizes, weights, strict=True))
+    drawn = [min(size, round(weight * scale)) for size, weight in zip(sizes, weights, strict=True)]
     for source, count in zip(found, drawn, strict=True):
         if not count:
             raise ConfigError(

@@ -302,7 +302,7 @@ def _deep_coder(row: Row, where: str, seed: Sequence[int]) -> Item:
 def _functions(asked: str, cases: list[dict[str, Any]], row: Row, where: str) -> Item:
     """Builds the item of a problem that a function solves: each input is one argument a line, as JSON."""
     try:
-        described = row.get("metadata") or cases[0].get("metadata")
+        described: Any = row.get("metadata") or cases[0].get("metadata")
         tests = {
             "inputs": [[parse_json(line) for line in case["input"].split("\n") if line.strip()] for case in cases],
             "outputs": [parse_json(case["output"]) for case in cases],
@@ -373,7 +373,7 @@ def _code_contests(row: Row, where: str, seed: Sequence[int]) -> Item:
 def _pairs(cases: list[Any], name: str, where: str) -> list[tuple[str, str]]:
     """Returns (input, output) of each case. Raises ConfigError."""
     try:
-        found = [(case["input"], case["output"]) for case in cases]
+        found: list[tuple[Any, Any]] = [(case["input"], case["output"]) for case in cases]
     except (KeyError, TypeError):
         found = [(None, None)]
     if not all(type(given) is type(expected) is str for given, expected in found):
@@ -426,7 +426,7 @@ def _unpacked(text: str) -> str:
     inflater = zlib.decompressobj()
     pickled = inflater.decompress(base64.b64decode(text, validate=True), _UNPACKED_BYTES)
     operations = list(pickletools.genops(pickled)) if not inflater.unconsumed_tail else []
-    texts = [value for operation, value, _ in operations if "UNICODE" in operation.name]
+    texts = [str(value) for operation, value, _ in operations if "UNICODE" in operation.name]
     if len(texts) != 1 or any(operation.name not in _PICKLED_TEXT for operation, _, _ in operations):
         raise ValueError("more than a text")
     return texts[0]

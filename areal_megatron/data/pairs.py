@@ -135,7 +135,7 @@ def read_pair(row: Row, where: str) -> tuple[str | Chat, str, str]:
     last = [turns[-1] for turns in conversations]
     for name, message in zip(_ANSWERS, last, strict=True):
         _check_answer(name, message["role"], where)
-    return prompt, *(message["content"] for message in last)
+    return prompt, last[0]["content"], last[1]["content"]
 
 
 def _check_answer(name: str, role: str, where: str) -> None:
@@ -171,9 +171,8 @@ def _messages(said: str | Chat, name: str, where: str, role: str = "assistant") 
 def _of_texts(said: dict[int, Texts], places: dict[int, str], tokenizer: Tokenizer) -> dict[int, _Answers]:
     where = [places[number] for number in said]
     prompts = tokenizer.prompts([prompt for prompt, _, _ in said.values()], where)
-    chosen, rejected = (
-        tokenizer.responses([each[answer] for each in said.values()], prompts, where) for answer in (1, 2)
-    )
+    chosen = tokenizer.responses([better for _, better, _ in said.values()], prompts, where)
+    rejected = tokenizer.responses([worse for _, _, worse in said.values()], prompts, where)
     return dict(zip(said, zip(prompts, chosen, rejected, strict=True), strict=True))
 
 
@@ -199,8 +198,8 @@ def _before(said: Texts | Conversations) -> str:
 
 
 def _digest(number: int, said: Texts | Conversations) -> bytes:
-    if isinstance(said[0], Conversation):
-        return digest_of(number, *((each.messages, each.tools) for each in said))
+    if conversations := [each for each in said if isinstance(each, Conversation)]:
+        return digest_of(number, *((each.messages, each.tools) for each in conversations))
     return digest_of(number, *said)
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from areal_megatron.data.tokenizer import Tokenizer
 
 MOST_TORN = 8
 """Most tokens of a piece. No character has more than four bytes, so that more of them together are none."""
 
 
-def pieces(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[tuple[int, str]]:
+def pieces(tokenizer: Tokenizer, tokens: list[int]) -> list[tuple[int, str]]:
     """Returns the text in pieces of (number of tokens, their text): one token, or several that only together are whole
     characters; up to MOST_TORN tokens if their bytes are none."""
     found, begin, done, held = [], 0, 0, 0

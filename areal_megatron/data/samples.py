@@ -178,7 +178,7 @@ class ConversationRenderer:
         """Returns a message without what the template writes too: an end token after an answer, and tags around a
         tool's result. Thinking with which an answer begins is apart, if the template knows of thinking."""
         if message["role"] == "tool" and (tagged := _RESULT.match(message["content"])):
-            return message | ({"content": tagged[1]} if self._tokenizer.template.says("<tool_response>") else {})
+            return message | ({"content": tagged[1]} if self._says("<tool_response>") else {})
         if message["role"] == "assistant":
             message = message | {"content": self._tokenizer.unended(message["content"])}
         inline = _INLINE.match(message["content"]) if message["role"] == "assistant" else None
@@ -210,9 +210,12 @@ class ConversationRenderer:
                 return form
         return ""
 
+    def _says(self, word: str) -> bool:
+        return self._tokenizer.template is not None and self._tokenizer.template.says(word)
+
     @cached_property
     def _says_think(self) -> bool:
-        return self._tokenizer.template.says("think>")
+        return self._says("think>")
 
     @cached_property
     def _shows_tools(self) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 from msgspec.structs import replace
 
@@ -63,8 +65,9 @@ class SupervisedData:
         return replace(self._drawing, cursor=self._cursor.at)
 
 
-def _taught(items: list[Example] | list[Pair]) -> list[Sample] | list[Pair]:
-    return [each for item in items for each in (item.samples if isinstance(item, Example) else [item])]
+def _taught(items: Sequence[Example | Pair]) -> list[Sample] | list[Pair]:
+    found = [each for item in items for each in (item.samples if isinstance(item, Example) else [item])]
+    return cast(list[Sample] | list[Pair], found)  # a run has one kind
 
 
 def write(drawing: Drawing, folder: Path) -> None:

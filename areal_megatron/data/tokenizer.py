@@ -186,7 +186,7 @@ class Tokenizer:
     def digests(self) -> tuple[str, str]:
         """Digests of the tokenizer with its end tokens, and of the chat template with the special tokens that it may
         write. They are equal in all folders that make the same tokens of the same text."""
-        described = self._json("tokenizer.json") | {"truncation": None, "padding": None}
+        described: dict[str, Any] = (self._json("tokenizer.json") or {}) | {"truncation": None, "padding": None}
         described["model"] = described["model"] | {"dropout": None}
         described["added_tokens"] = sorted(
             [number, token.content, *(getattr(token, flag) for flag in _FLAGS)]
@@ -276,6 +276,7 @@ class Tokenizer:
     ) -> str:
         """Returns the text of messages and tools in which control words are hidden, as `ChatTemplate.render` does.
         Raises ConfigError, which names `place`, if the template refuses them."""
+        assert self._template is not None
         try:
             return self._template.render(messages, tools, asks, marks)
         except TemplateRefused as e:
@@ -410,7 +411,7 @@ class Tokenizer:
             return hidden("".join(message["content"] for message in messages)), hidden
         may_write = {"assistant": self._answers_may_write(bool(place))}
         others = self._beyond if place else set()
-        shown = [hidden(message, but=may_write.get(message.get("role"), others)) for message in messages]
+        shown = [hidden(message, but=may_write.get(message.get("role", ""), others)) for message in messages]
         text = self.rendered(shown, hidden(tools), place)
         if place:
             self.check_shown(shown, hidden(tools), text, place, hidden)
@@ -598,11 +599,17 @@ def _plain(prompt: str | Chat, place: str) -> str:
 def _covered(encoding: tokenizers.Encoding, begin: int, end: int) -> Span | None:
     """Returns the tokens that have the characters from `begin` to `end`; None if one has characters before them too."""
     first, last = encoding.char_to_token(begin), encoding.char_to_token(end - 1)
-    if not first or last is None or encoding.token_to_chars(first - 1)[1] != begin:
+    if not first or last is None or _characters(encoding, first - 1)[1] != begin:
         return None
-    while last + 1 < len(encoding) and encoding.token_to_chars(last + 1)[0] < end:  # of one character's bytes
+    while last + 1 < len(encoding) and _characters(encoding, last + 1)[0] < end:  # of one character's bytes
         last += 1
     return first, last + 1
+
+
+def _characters(encoding: tokenizers.Encoding, token: int) -> Span:
+    found = encoding.token_to_chars(token)
+    assert found is not None
+    return found
 
 
 def _opening(begun: str) -> list[str]:
@@ -615,7 +622,7 @@ def _unrepeated(text: str, begun: str) -> str:
     """Returns an answer without the tags that its prompt ends with, if it begins with them too."""
     opened = _OPENED.search(begun)
     again = opened and re.match(r"\s*" + r"\s*".join(map(re.escape, _opening(begun))), text)
-    if not again:
+    if not opened or not again:
         return text
     rest, white = text[again.end() :], opened[0][len(opened[0].rstrip()) :]
     while white and rest.startswith(white[0]):

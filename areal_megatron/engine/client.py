@@ -335,10 +335,11 @@ class EngineClient:
             except TimeoutError:
                 raise EngineError(f"{self.name} at {self.endpoint} did not answer {method} {path} in time") from None
             except (aiohttp.ClientError, OSError) as e:
-                if getattr(e, "errno", None) not in _OUT_OF_DESCRIPTORS:
+                number = getattr(e, "errno", None)
+                if number not in _OUT_OF_DESCRIPTORS:
                     what = e or type(e).__name__
                     raise EngineError(f"{self.name} at {self.endpoint}: {method} {path}: {what}") from None
-                _tell_of_descriptors(os.strerror(e.errno))
+                _tell_of_descriptors(os.strerror(number))
             await asyncio.sleep(_DESCRIPTORS_S)
         if status != 200:
             problem = printable(" ".join(content[:500].decode(errors="replace").split()), 500)

@@ -125,7 +125,7 @@ def uvicorn_options() -> dict[str, Any]:
     """Returns the options for uvicorn with which it serves guarded connections and no WebSockets, and rarely warns of
     malformed requests; with the credentials of an engine at another site it speaks TLS."""
     logging.getLogger("uvicorn.error").addFilter(_complaints)
-    connection = GuardedConnection
+    connection: Any = GuardedConnection
     if CREDENTIALS_FILE in os.environ:
         tls = Credentials(Path(os.environ[CREDENTIALS_FILE])).listening()
         connection = functools.partial(SecuredConnection, tls)

@@ -69,7 +69,7 @@ def _cut_projections_of_nets_once() -> None:
     from torch import Tensor
     from vllm.lora.layers.column_parallel_linear import ColumnParallelLinearWithLoRA
 
-    def own_rows(self: ColumnParallelLinearWithLoRA, lora_b: Tensor) -> Tensor:
+    def own_rows(self: Any, lora_b: Tensor) -> Tensor:
         if self.is_merged_col_linear and len(self.base_layer.output_sizes) == 1:
             return lora_b[self.tp_rank * self.output_size : (self.tp_rank + 1) * self.output_size]
         return cut(self, lora_b)
@@ -113,7 +113,7 @@ def _read_texts_without_torchvision() -> None:
     """
     if importlib.util.find_spec("torchvision") is None:
         transforms = ModuleType("torchvision.transforms.v2")
-        transforms.functional = ModuleType(f"{transforms.__name__}.functional")
+        vars(transforms)["functional"] = ModuleType(f"{transforms.__name__}.functional")
         sys.modules.setdefault(transforms.__name__, transforms)
 
 
@@ -126,7 +126,7 @@ def _keep_linear_weights() -> None:
     import torch
     from vllm.model_executor.layers import utils
 
-    def plain(layer: torch.nn.Module, remove_weight: bool) -> None:
+    def plain(layer: Any, remove_weight: bool) -> None:
         if layer.weight.ndim != 2:
             prepare(layer, remove_weight)
         else:

@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest
 from vllm.exceptions import VLLMClientError
 from vllm.inputs import tokens_input
-from vllm.logprobs import FlatLogprobs
+from vllm.logprobs import FlatLogprobs, PromptLogprobs
 from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -95,12 +95,13 @@ async def _last(outputs: AsyncGenerator[RequestOutput]) -> RequestOutput:
     return [output async for output in outputs][-1]
 
 
-def _raw(output: CompletionOutput, prompt: FlatLogprobs | None) -> RawAnswer:
+def _raw(output: CompletionOutput, prompt: PromptLogprobs | None) -> RawAnswer:
+    assert isinstance(output.logprobs, FlatLogprobs) and isinstance(prompt, FlatLogprobs | None)  # as asked for
     return RawAnswer(
         tokens=np.array(output.token_ids, np.int32).tobytes(),
         logprobs=np.array(output.logprobs.logprobs, np.float32).tobytes(),
         versions=[(span.version, span.start, span.end) for span in output.weight_versions or ()],
-        finish_reason=output.finish_reason,
+        finish_reason=output.finish_reason or "",
         routes=None if output.routed_experts is None else RawArray.of(output.routed_experts),
         prompt_logprobs=b"" if prompt is None else np.array(prompt.logprobs, np.float32).tobytes(),
         prompt_tokens=b"" if prompt is None else np.array(prompt.token_ids, np.int32).tobytes(),

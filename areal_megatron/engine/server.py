@@ -215,7 +215,9 @@ def server_environment(config: Config, run: RunFolder, cpus: list[int], parts: i
     if config.engines_start_empty:
         environment[EMPTY] = "1"
     if config.engines_adapt:
-        environment[VARIABLE] = json.dumps(served(config, read_config(config.model.path)).told)
+        adapter = served(config, read_config(config.model.path))
+        assert adapter is not None
+        environment[VARIABLE] = json.dumps(adapter.told)
     if config.rollout.replay_routes:
         environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the one that returns routes
     if not config.machine.is_cpu:

@@ -13,9 +13,9 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, is_dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from areal_megatron.config import Config, ConfigError, config_file, passed_through
 from areal_megatron.config.passed_through import SPECULATIVE, VLLM
@@ -91,7 +91,7 @@ def _words(parser: argparse.ArgumentParser, name: str, value: Any, key: str) -> 
         raise ConfigError(f"{key}: must be one value, is {_shown(value)}")
     if name == SPECULATIVE:
         _check_speculation(key, value)
-    flag = max(action.option_strings, key=len) if action.nargs != 0 else _switch(action, value)
+    flag = max(action.option_strings, key=len) if action.nargs != 0 else _switch(action, value is True)
     if action.nargs == 0:
         yield from [flag] * bool(flag)
     elif isinstance(value, list) and action.nargs in ("+", "*"):
@@ -108,7 +108,7 @@ def _switch(action: argparse.Action, on: bool) -> str:
     return flags[0] if flags else ""
 
 
-def _check_speculation(key: str, value: Mapping[str, Any]) -> None:
+def _check_speculation(key: str, value: Iterable[Any]) -> None:
     """vLLM's parser takes any dict here, and refuses it only once the model's config is there."""
     from dataclasses import fields
 
@@ -130,7 +130,7 @@ def _shown(value: Any) -> str:
 
 
 def _parsed(parser: argparse.ArgumentParser, words: Sequence[str], key: str) -> argparse.Namespace:
-    def refuse(message: str) -> None:
+    def refuse(message: str) -> NoReturn:
         raise ConfigError(f"{key}: vLLM refuses it: {_one_line(re.sub('^argument [^:]*: ', '', message))}")
 
     parser.error = refuse
@@ -179,7 +179,9 @@ def _check(config: Config, command: Sequence[str], served: str) -> None:
     if not (current_platform.is_cpu() if config.machine.is_cpu else current_platform.is_cuda()):
         return  # of what the engines run on, vLLM can tell nothing here
     try:
-        check_engine(parser.parse_args(list(command)))
+        options = parser.parse_args(list(command))
+        assert options is not None
+        check_engine(options)
     except ConfigError:
         return  # not for what is passed through
     check_engine(parse(parser, [*command, *server.passed_through(config)], served), served)

@@ -176,6 +176,7 @@ def _resolved(repo: HubRepo) -> str:
 
     from areal_megatron.hub import hub_client
 
+    commit = ""
     with hub_client.asking(str(repo)):
         for left in reversed(range(hub_client.TRIES)):
             try:
@@ -405,7 +406,7 @@ def _fetch(repo: HubRepo, patterns: Sequence[str], key: str, ignore: Sequence[st
 
     from areal_megatron.hub import hub_client
 
-    def get(patterns: Sequence[str], **options: bool) -> str:
+    def get(patterns: Sequence[str], **options: Any) -> str:
         return snapshot_download(
             repo.name,
             repo_type=repo.kind,

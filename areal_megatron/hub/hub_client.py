@@ -141,6 +141,7 @@ class _Limits:
             if commit is not None and not _COMMIT.fullmatch(commit):
                 raise HubFault(f"{request.url.host} calls a commit {commit!r}")
         is_file = request.method == "GET" and response.is_success and not _is_api(request)
+        assert isinstance(response.stream, httpx2.SyncByteStream)
         response.stream = _Limited(response.stream, self, key, is_file)
 
     def _restart(self, key: str, clock: threading.Timer | None) -> None:

@@ -248,7 +248,7 @@ def _table(hf_config: Mapping[str, Any]) -> tuple[str, Family, bool]:
     """Returns the class of the language model, its table, and whether config.json names the reward model of it."""
     named, name = _named(hf_config)
     is_reward_model = name is not None and name.endswith(_REWARD)
-    if is_reward_model:
+    if name is not None and is_reward_model:
         name = name.removesuffix(_REWARD) + _LANGUAGE
     if name in FAMILIES:
         return name, FAMILIES[name], is_reward_model

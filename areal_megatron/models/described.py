@@ -170,7 +170,7 @@ def _check_numbers(kind: str, parameters: Mapping[str, Any]) -> None:
 def positive_number(described: Mapping[str, Any], key: str) -> float:
     """Returns a number of config.json. Raises ConfigError for what is none, is not above 0, or is not finite."""
     value = described.get(key)
-    if type(value) not in (int, float) or not 0 < value < _MOST:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < _MOST:
         raise ConfigError(f"model.path: config.json needs a positive number {key}, has {shown(value)}")
     return value
 

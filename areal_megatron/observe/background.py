@@ -158,25 +158,25 @@ class AppendedFile(BackgroundFile):
     def _write(self) -> None:
         with self._lock:
             data = bytes(self._data)
-        if self._file is None:
-            self._open()
+        file = self._file if self._file is not None else self._open()
         if not self._kept:  # a process that was replaced may write there too, and knows nothing of it
-            self._end = os.fstat(self._file).st_size
+            self._end = os.fstat(file).st_size
         rest = memoryview(data)
         while rest:
-            rest = rest[os.pwrite(self._file, rest, self._end + len(data) - len(rest)) :]
+            rest = rest[os.pwrite(file, rest, self._end + len(data) - len(rest)) :]
         if self._kept:
-            os.fsync(self._file)  # a file server may refuse now what it seemed to have taken
+            os.fsync(file)  # a file server may refuse now what it seemed to have taken
         self._end += len(data)
         with self._lock:
             del self._data[: len(data)]
 
-    def _open(self) -> None:
+    def _open(self) -> int:
         if self._lines and self._path.is_file():
             drop_torn_line(self._path)
         file = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o666)
         self._end = os.fstat(file).st_size
         self._file = file
+        return file
 
     def _give_up(self) -> str:
         if self._file is not None:

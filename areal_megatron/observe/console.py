@@ -181,7 +181,8 @@ class Console:
     def _advise(self, record: dict[str, Any]) -> None:
         """Tells which pool is short, once in ADVISED_EVERY updates."""
         advice, version = advise(self._config, self._updates), record["version"]
-        if advice and version >= self._advised_at.get(advice.short, version - ADVISED_EVERY) + ADVISED_EVERY:
+        last = self._advised_at.get(advice.short) if advice else None
+        if advice and (last is None or version >= last + ADVISED_EVERY):
             self._advised_at[advice.short] = version
             self._note(record["time"], f"advice: {advice.line}")
 

@@ -47,10 +47,14 @@ def all_of_k(n: int, c: int, k: int) -> float:
 class Graded(Protocol):
     """An answer to an item of an evaluation."""
 
-    item: int
-    correct: bool
-    truncated: bool
-    tokens: int
+    @property
+    def item(self) -> int: ...
+    @property
+    def correct(self) -> bool: ...
+    @property
+    def truncated(self) -> bool: ...
+    @property
+    def tokens(self) -> int: ...
 
 
 def item_values(answers: Sequence[Graded], n: int, ks: Sequence[int]) -> dict[str, dict[int, float]]:

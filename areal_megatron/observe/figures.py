@@ -238,7 +238,7 @@ def _off_policy(keys: Collection[str]) -> Section:
 def _by_staleness(name: str, keys: Collection[str]) -> tuple[Curve, ...]:
     """Returns the metrics of that name by staleness that the run has, the freshest first."""
     found = [key for key in keys if key.startswith(f"{name}/staleness_")]
-    ordered = sorted(found, key=lambda key: int(re.search(r"\d+", key.rpartition("_")[2])[0]))
+    ordered = sorted(found, key=lambda key: int(re.findall(r"\d+", key.rpartition("_")[2])[0]))
     colours = [_BY_STALENESS[min(place, len(_BY_STALENESS) - 1)] for place in range(len(ordered))]
     return tuple(Curve(key, colour, key.rpartition("_")[2]) for key, colour in zip(ordered, colours, strict=True))
 

@@ -42,11 +42,11 @@ class MetricsWriter:
     """
 
     def __init__(self, run: RunFolder):
-        from tensorboard.compat.proto.event_pb2 import Event  # which those who only read need not have
-        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.compat.proto import event_pb2, summary_pb2  # which those who only read need not have
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        self._event, self._summary = Event, Summary
+        messages: Any = event_pb2, summary_pb2  # protobuf makes their names when they are imported
+        self._event, self._summary = messages[0].Event, messages[1].Summary
         self._file = AppendedFile(run.metrics, kept=True, check=run.look)
         events = f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}"
         self._events = AppendedFile(run.folder / "tensorboard" / events, kept=True, lines=False, check=run.look)
@@ -70,11 +70,11 @@ class MetricsWriter:
 
     def table(self, name: str, version: int, head: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         """Shows a table in TensorBoard, and nowhere else; its texts are shown as they are. Raises Replaced."""
-        from tensorboard.compat.proto.types_pb2 import DT_STRING
+        from tensorboard.compat.proto import types_pb2
 
         cells = [as_markdown(cell).encode() for row in (head, *rows) for cell in row]
         shape = {"dim": [{"size": 1 + len(rows)}, {"size": len(head)}]}
-        tensor = {"dtype": DT_STRING, "tensor_shape": shape, "string_val": cells}
+        tensor = {"dtype": vars(types_pb2)["DT_STRING"], "tensor_shape": shape, "string_val": cells}
         metadata = {"plugin_data": {"plugin_name": "text"}}
         value = self._summary.Value(tag=name, metadata=metadata, tensor=tensor)
         self._add_event(step=version, summary=self._summary(value=[value]))

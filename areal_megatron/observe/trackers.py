@@ -105,7 +105,7 @@ class _MLflow:
         if not tracked.is_new:
             self.id = tracked.id
             known = self._client.update_run(self.id, status="RUNNING") or self._client.get_run(self.id)
-            self._keeps_tables = known.info.artifact_uri.startswith(own)
+            self._keeps_tables = (known.info.artifact_uri or "").startswith(own)
             return
         self._keeps_tables = True
         experiment = self._client.get_experiment_by_name(tracked.project)

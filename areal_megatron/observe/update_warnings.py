@@ -54,5 +54,5 @@ def warning(config: Config, updates: Sequence[dict[str, Any]]) -> str:
 
 def _mean(updates: Sequence[dict[str, Any]], key: str) -> float | None:
     """The mean of a metric that all of the updates have."""
-    values = [step.get(key) for step in updates]
-    return None if None in values else mean(values)
+    values = [step[key] for step in updates if step.get(key) is not None]
+    return mean(values) if len(values) == len(updates) else None

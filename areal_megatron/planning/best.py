@@ -170,6 +170,7 @@ def _figures(each: Proposal) -> dict[str, Any]:
 def _described(name: str, each: Proposal, gib: float) -> list[str]:
     run, config = each.run, each.config
     memory, r = plan_memory(config, trained_config(config), gib), config.rollout
+    assert memory.engine is not None  # a proposal is of two pools
     return [
         f"# {name}: {run.tokens_per_s:,.0f} tokens/s, an update in {each.update_s:,.1f} s, {each.hours:,.1f} h for "
         f"{config.updates} updates; {each.binds} binds",

@@ -30,7 +30,7 @@ def table(gpu: Accelerator, found: Accelerator) -> str:
 
 def contents(found: Accelerator) -> dict[str, object]:
     """Returns what the file holds."""
-    rates = {key: value for key, value in asdict(found).items() if key not in ("name", "source")}
+    rates: dict[str, object] = {key: value for key, value in asdict(found).items() if key not in ("name", "source")}
     return rates | {"version": this_version()}
 
 

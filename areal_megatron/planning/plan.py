@@ -201,7 +201,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_intermixed_args(arguments)
     try:
-        sizes, found = Sizes.given(options), None
+        sizes, found, gpu, lengths = Sizes.given(options), None, None, None
         check_alone(options)
         config = config_file.load(options.config, options.overrides)
         config.machine.device = "cuda"
@@ -211,10 +211,10 @@ def main(arguments: list[str] | None = None) -> int:
         for name, model in config.served_models.items():
             model.path = hub.model_folder(model.path, f"served.{name}.path", weights=False)
         if options.gpu:
-            gpu = accelerator(options.gpu)
-            lengths = assumed_lengths(options, config)
+            gpu, lengths = accelerator(options.gpu), assumed_lengths(options, config)
             sizes = replace(sizes, gpu_gib=sizes.gpu_gib or gpu.gib)
         if options.best:
+            assert gpu is not None and lengths is not None  # see check_alone
             found = search(config, sizes, options, gpu, lengths)
             print(text(config, found, sizes.gpu_gib), end="\n\n")
             config = found.proposals[0].config
@@ -222,7 +222,7 @@ def main(arguments: list[str] | None = None) -> int:
         planned = plan(config, nodes, gpu_gib=sizes.gpu_gib, weights=False)
         print(planned.table(searched=options.best))
         times = {}
-        if options.gpu and config.mode == "rl":
+        if gpu is not None and lengths is not None and config.mode == "rl":
             times = trainer_time(planned.memory.recompute.apply(config), gpu, lengths, len(nodes[0].slots))
             print(described_time(times, gpu), described_weights(config, gpu), sep="\n")
         for warning in [*planned.warnings, *check_options(config, python={}), *(slow(found) if found else ())]:

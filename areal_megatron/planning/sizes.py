@@ -55,7 +55,7 @@ class Sizes:
         return [Node(f"node{number:0{width}}", tuple(range(count))) for number in range(1, self.nodes + 1)]
 
 
-def add_sizes(parser: argparse.ArgumentParser, required: bool) -> None:
+def add_sizes(parser: argparse.ArgumentParser | argparse._ArgumentGroup, required: bool) -> None:
     parser.add_argument("--nodes", type=int, required=required, metavar="N", help="nodes of the cluster")
     parser.add_argument("--gpus", type=int, required=required, metavar="N", help="GPUs of a node")
     parser.add_argument(

@@ -21,7 +21,7 @@ class Terminal(Console):
 
     def __init__(self, stream: TextIO | None = None, **options: Any):
         stream = stream or sys.stdout
-        plain = {"highlight": False, "markup": False, "emoji": False, "soft_wrap": True}
+        plain: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False, "soft_wrap": True}
         super().__init__(file=getattr(stream, "unguarded", stream), **plain | options)
 
     def render(self, *arguments: Any, **options: Any) -> Iterator[Segment]:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich.text import Text
@@ -102,6 +103,7 @@ def styles(trained: TrainedTrajectory, colour: str, ratios: np.ndarray | None) -
     elif colour == "logprob":
         found = [_mixed(logprob / LOW_LOGPROB, (255, 60, 60)) for logprob in trajectory.logprobs.tolist()]
     else:
+        assert ratios is not None
         found = [
             _mixed(abs(ratio) / HIGH_RATIO, (80, 160, 255) if ratio > 0 else (255, 60, 60)) for ratio in ratios.tolist()
         ]
@@ -125,7 +127,7 @@ def _network(model: Path):
 
     logging.disable_progress_bar()
     try:
-        found = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
+        found: Any = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
     except (OSError, ValueError) as e:
         raise ConfigError(f"--model: {model} cannot be loaded: {first_line(e)}") from None
     return found.to("cuda" if torch.cuda.is_available() else "cpu")
@@ -169,6 +171,7 @@ def _legend(t: Trajectory, colour: str, ratios: np.ndarray | None) -> Text:
         parts = [(f"version {v}: {count} tokens", VERSIONS[v % len(VERSIONS)]) for v, count in counts]
         return Text("  ").join(Text(*part) for part in parts)
     values, ends = (t.logprobs, (LOW_LOGPROB, 0)) if colour == "logprob" else (ratios, (-HIGH_RATIO, HIGH_RATIO))
+    assert values is not None
     what = "log-probability" if colour == "logprob" else "log π_model − log π_behav"
     line = f"{what}: mean {values.mean():.4f}, from {values.min():.4f} to {values.max():.4f}; colours from "
     red, other = ("rgb(255,60,60)", "rgb(200,200,200)" if colour == "logprob" else "rgb(80,160,255)")

@@ -13,6 +13,7 @@ from areal_megatron.protocol import (
     CheckpointWritten,
     ControllerClient,
     Hello,
+    Links,
     NotWritten,
     NotYet,
     Publish,
@@ -30,9 +31,10 @@ _decode_links = decoder(list[LinkRef]).decode
 class Ranks(Protocol):
     """What the port has to know of the trainer pool: a part of trainer/parallel.py's Parallel."""
 
-    rank: int
-    is_first: bool
-
+    @property
+    def rank(self) -> int: ...
+    @property
+    def is_first(self) -> bool: ...
     def share_all(self, value: bytes | None) -> bytes: ...
 
 
@@ -73,6 +75,7 @@ class ControllerPort:
             data = None
             if self._ranks.is_first:
                 reply = self.request(Publish(version, store))
+                assert isinstance(reply, Links | NotYet)
                 data = b"" if isinstance(reply, NotYet) else _encode(reply.links)
             if data := self._ranks.share_all(data):
                 return _decode_links(data)
@@ -80,6 +83,7 @@ class ControllerPort:
     def cut(self, sending: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
         """Returns the links (engine, generation) whose engine is lost; from any thread."""
         reply = self.report(Sending([LinkRef(*link) for link in sending]), "links")
+        assert isinstance(reply, Links)
         return [(link.engine, link.generation) for link in reply.links]
 
     def checkpoint(self, version: int, batches: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from areal_megatron.data.trajectory import BatchPart, decoder, encoder
-from areal_megatron.protocol import Bye, NextBatch, NotYet, PublishAgain, Reply, Stop, Trained
+from areal_megatron.protocol import BatchReply, Bye, NextBatch, NotYet, PublishAgain, Reply, Stop, Trained
 from areal_megatron.rank.controller_port import ControllerPort
 from areal_megatron.trainer.ppo import BatchResult
 from areal_megatron.trainer.trainer import Trainer
@@ -57,4 +57,5 @@ def _encoded(reply: Reply) -> bytes:
             return _PUBLISH_AGAIN
         case Stop():
             return _encode(None)
+    assert isinstance(reply, BatchReply)
     return _encode(reply.part)

@@ -66,6 +66,7 @@ class Progress:
 
     def wait_for_checkpoint(self, version: int) -> None:
         """Writes it into the folder of the checkpoint of `version`, from any thread. Raises OSError."""
+        assert self._drawing is not None  # set aside by `checkpoint`
         write(self._drawing, checkpoint_folder.partial(self._run, version))
         self._metrics.flush()  # a resumed run has the line of every step before its checkpoint
 

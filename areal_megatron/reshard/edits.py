@@ -64,7 +64,7 @@ class Edit:
         """Returns the edit with its places and values in `room`, or None if they do not fit."""
         where = room.copy(self.where)
         values = None if where is None else room.copy(self.values)
-        return None if values is None else Edit(self.memory, where, values)
+        return None if where is None or values is None else Edit(self.memory, where, values)
 
     def write(self) -> None:
         """Changes the parameter."""
@@ -115,8 +115,8 @@ class Places:
 
 def move(edits: Sequence[Edit], room: Room) -> list[Edit] | None:
     """Returns the edits with their places and values in `room`, or None if they do not all fit."""
-    moved = [edit.moved(room) for edit in edits]
-    return None if None in moved else moved
+    moved = [there for edit in edits if (there := edit.moved(room)) is not None]
+    return moved if len(moved) == len(edits) else None
 
 
 def _memory(view: Tensor) -> Tensor:

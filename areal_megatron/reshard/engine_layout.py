@@ -73,7 +73,7 @@ def _own_experts(experts: int, ranks: int, rank: int) -> range:
     return range(start, start + each + (rank < more))
 
 
-def _stacked_heads(dimensions: Dimensions, share: Share, names: tuple[str, str, str], gated: bool) -> list[Rows]:
+def _stacked_heads(dimensions: Dimensions, share: Share, names: tuple[str, ...], gated: bool) -> list[Rows]:
     """Returns the rank's query heads, each with its gate if it has one, then its key heads, then its value heads; with
     tp above kv_heads the last two are replicated."""
     query, key, value = names

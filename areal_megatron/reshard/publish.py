@@ -33,7 +33,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -249,6 +249,8 @@ class Outlet:
                 f"engine {self.engine} needs a new generation after {self.generation}, which failed: {self._broken}"
             )
         if self._link is None:
+            site, tls = self._site, self.trainer.tls
+            assert not site or tls is not None  # engines at other sites are reached with the run's credentials
             self._link = Link(
                 LinkEnd(
                     engine=self.engine,
@@ -257,13 +259,13 @@ class Outlet:
                     device=self.trainer.device,
                     timeout_s=self.trainer.reshard.timeout_s,
                     link=self.trainer.link,
-                    site=Dialer(self._site, self.trainer.tls) if self._site else None,
+                    site=Dialer(site, tls) if site and tls else None,
                 )
             )
             if self.trainer.rank == 0:
                 self._link.serve(self.plan.destinations)
-            if (member := self.members.trainer(self.trainer.rank)) is not None:
-                self._link.join(self.members, member)
+            if self.trainer.rank in self.members.senders:
+                self._link.join(self.members, self.members.trainer(self.trainer.rank))
         return self._link
 
     def break_link(self, update: int, reason: str) -> str:
@@ -532,7 +534,7 @@ class _Sending:
         self._costs: list[Cost] = []
 
     @property
-    def how(self) -> str:
+    def how(self) -> Literal["whole", "changes", "few-changes"]:
         return "few-changes" if self._update.few_changes else "changes" if any(self._looks_at) else "whole"
 
     def send(self) -> None:

@@ -70,9 +70,9 @@ class Looks:
         device = torch.get_device_module(now.device)
         with self._lock:
             # of high priority: training's work would be in front of it
-            self._stream = self._stream or device.Stream(now.device, priority=-1)
-            self._stream.wait_stream(device.current_stream(now.device))
-            with device.stream(self._stream):
+            self._stream = stream = self._stream or device.Stream(now.device, priority=-1)
+            stream.wait_stream(device.current_stream(now.device))
+            with device.stream(stream):
                 return find(base, now)
 
     def least_s_per_byte(self, flat: Tensor) -> float:
@@ -121,7 +121,7 @@ class Kept:
                 if self._base is None or (since is not None and since > self._version):
                     self._copy(flat)
                 else:
-                    self._look(flat, version)
+                    self._look(self._base, flat, version)
                 self._version = version
                 self._merged.clear()
             if since is None:
@@ -138,6 +138,7 @@ class Kept:
     def checksum(self) -> int:
         """Returns the CRC-32 of all bits of the message as it was published last."""
         with self._lock:
+            assert self._base is not None
             return zlib.crc32(bits(self._base).numpy())
 
     def _copy(self, flat: Tensor) -> None:
@@ -147,12 +148,12 @@ class Kept:
         self._steps.clear()
         self.found = None
 
-    def _look(self, flat: Tensor, version: int) -> None:
-        changes, values = self._looks.find(self._base, flat)
+    def _look(self, base: Tensor, flat: Tensor, version: int) -> None:
+        changes, values = self._looks.find(base, flat)
         encoded = encode(changes, self._compress)
-        bits(self._base).numpy()[changes.places] = values  # last: what fails before leaves base and version as they are
+        bits(base).numpy()[changes.places] = values  # last: what fails before leaves base and version as they are
         self.found = len(encoded)
-        size = self._base.numel() * self._base.itemsize
+        size = base.numel() * base.itemsize
         self._steps.append(Step(self._version, version, encoded))
         if len(encoded) >= size:
             self._steps.clear()
@@ -161,7 +162,7 @@ class Kept:
 
     def _changes_since(self, version: int) -> bytes | None:
         steps = [step for step in self._steps if step.since >= version]
-        if not steps or steps[0].since != version:
+        if self._base is None or not steps or steps[0].since != version:
             return None
         if len(steps) == 1:
             return steps[0].encoded

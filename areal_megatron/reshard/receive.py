@@ -21,7 +21,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -144,7 +144,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         if self._update and self._update.abandoned:
             return
         problem = self._update.problem() if self._update else "no link: /init_weight_transfer_engine comes first"
-        if not self._refuse(LinkError, problem):
+        if not self._refuse(LinkError, problem) and self._update:
             self._update.commit()
 
     def shutdown(self) -> None:
@@ -168,6 +168,11 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
 
 class ReceiverExtension:
     """A method for /collective_rpc that every vLLM worker of an engine has in addition (--worker-extension-cls)."""
+
+    # of the worker
+    _weight_update_active: bool
+    update_weights: Callable[[dict[str, Any]], None]
+    finish_weight_update: Callable[[], None]
 
     def close_update(self) -> None:
         """Abandons the update that a controller which is gone has left open, if there is one."""
@@ -236,7 +241,7 @@ def _clear_padding(model: torch.nn.Module) -> None:
     loaded they hold random numbers."""
     for module in model.modules():
         if isinstance(module, VocabParallelEmbedding):
-            module.weight[module.shard_indices.num_org_elements :] = 0
+            cast(Tensor, module.weight)[module.shard_indices.num_org_elements :] = 0
 
 
 def _experts(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:

@@ -81,9 +81,10 @@ class Inlet:
     def joined(self, deadline: Deadline) -> Link:
         """Returns the link once this rank has joined it. Raises LinkError if it cannot, or not by the deadline."""
         self._joining.join(deadline.left.total_seconds())
-        if self.broken or self._joining.is_alive():
+        link = self.link
+        if link is None or self.broken or self._joining.is_alive():
             raise LinkError(self.broken or f"{self.name}: not joined within {deadline.timeout_s:.0f} s")
-        return self.link
+        return link
 
     def break_link(self, update: int, reason: str) -> None:
         """Tells the other ranks and closes this one's connections; this generation cannot be used again."""
@@ -125,7 +126,8 @@ class Reception:
         self._arriving: deque[tuple[Message, Arrival]] = deque()
         self._taken: set[int] = set()
         """Addresses of the places into which messages are on their way."""
-        self._staging: Staging | None = None
+        self._staging: Staging
+        """Known when the trainers have said what they send."""
         self._bytes = self._elements = 0
         """What was received: bytes, and elements that changed or came in whole messages."""
         before = after._thread if after else None
@@ -260,11 +262,11 @@ class Reception:
 
     def _check(self, arrival: Arrival, places: np.ndarray, later: np.ndarray, checksum: int) -> None:
         """Raises ChangesError unless all of a message has this CRC-32 once its elements at `places` are `later`."""
-        if (arrival := self._staging.placed_to_check(arrival)) is None:
+        if (placed := self._staging.placed_to_check(arrival)) is None:
             return  # its turn comes again
-        self._wait_for(arrival.place)
-        arrival.pack_changed(places, later)
-        if zlib.crc32(bits(arrival.place).cpu().numpy()) != checksum:
+        self._wait_for(placed.place)
+        placed.pack_changed(places, later)
+        if zlib.crc32(bits(placed.place).cpu().numpy()) != checksum:
             raise ChangesError("weights that have not changed are others than those that the trainers sent")
 
     def _wait_for(self, place: Tensor) -> None:

@@ -33,7 +33,7 @@ class Share:
             raise ConfigError(f"{self.key}: {self.count} does not divide {what}={size} of the model")
 
 
-FuseHeads = Callable[[Dimensions, Share, tuple[str, str, str], bool], list[Rows]]
+FuseHeads = Callable[[Dimensions, Share, tuple[str, ...], bool], list[Rows]]
 """(dimensions, share of this rank, names of the query, key and value tensors, whether the first has gates too) → the
 rows that this rank stacks."""
 
@@ -93,7 +93,7 @@ class ShardBuilder:
         layers, of the layers in `layers`. `dtype`: the parameter's, "" for the model's. Rows added to the same
         parameter are stacked."""
         shapes = {name: self.dimensions.shape(axes) for name, axes in row.tensors.items()}
-        leading = [layers] * (layers is not None) + [self.experts] * row.of_experts
+        leading = [*([] if layers is None else [layers]), *([self.experts] if row.of_experts else [])]
         if dtype:
             self._dtypes[parameter] = dtype
         rows, *trailing = next(iter(shapes.values()))[len(leading) :]

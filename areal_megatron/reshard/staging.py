@@ -130,7 +130,7 @@ class Full(Staging):
         return starts
 
     def take_changes(self, arrival: Arrival, edits: list[Edit], places: np.ndarray, later: np.ndarray) -> None:
-        start, size = arrival.place.storage_offset() * arrival.place.itemsize, arrival.place.nbytes
+        start, size = int(arrival.place.storage_offset()) * arrival.place.itemsize, int(arrival.place.nbytes)
         moved = move(edits, Room(self._shard.staging, start, start + int(size * _EDITED)))
         if moved is not None:
             self._edits += moved

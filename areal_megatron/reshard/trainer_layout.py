@@ -208,7 +208,7 @@ def _name(row: Row, sizes: MegatronSizes) -> str:
     return row.megatron
 
 
-def _interleaved_heads(dimensions: Dimensions, share: Share, names: tuple[str, str, str], gated: bool) -> list[Rows]:
+def _interleaved_heads(dimensions: Dimensions, share: Share, names: tuple[str, ...], gated: bool) -> list[Rows]:
     """Returns this rank's share of the query groups, each with its query heads, their gates if they have some, its key
     head and its value head."""
     query, key, value = names

@@ -63,9 +63,8 @@ def chosen(response: str) -> str | None:
     if len(response) <= _REST:
         if found := _ALONE.fullmatch(_FORMATTING.sub(" ", response)):
             return found[1]
-        if (found := _LABEL_AND_TEXT.fullmatch(response)) and not _LABEL.search(
-            response[found.end(found.lastindex) + 1 :]
-        ):
+        found = _LABEL_AND_TEXT.fullmatch(response)
+        if found and found.lastindex and not _LABEL.search(response[found.end(found.lastindex) + 1 :]):
             return found[found.lastindex]
     *_, (_, letter) = [(-1, None), *sorted(_said(response), key=lambda said: said[0])]
     return letter

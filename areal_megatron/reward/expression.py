@@ -83,7 +83,7 @@ def same_expression(found: str, answer: str, prompt: str = "") -> bool:
         raise _refused(problem)
     (given, ours), (known, theirs) = map(without_integer, (found, answer))
     rests = [residues_of(_read(text), index) for text, index in ((given, ours), (known, theirs))]
-    if None not in rests and any(one.certain for one in rests):
+    if rests[0] and rests[1] and (rests[0].certain or rests[1].certain):
         if _compact(given) != _compact(known) and is_written(prompt, given):
             raise _refused("an expression of the question")
         return rests[0].same(rests[1])
@@ -134,7 +134,7 @@ def _index(text: str, prompt: str) -> str:
     if found and re.search(r"\\pi|π|\\circ|°", text):
         return found[0]
     node = _read(value) if found else None
-    return found[0] if node and names_of(node) == {found[0]} and not has_name(prompt, found[0]) else ""
+    return found[0] if found and node and names_of(node) == {found[0]} and not has_name(prompt, found[0]) else ""
 
 
 def _in_components(text: str, node: Formula, other: Formula) -> Formula:
@@ -189,7 +189,7 @@ def _is_text(text: str) -> bool:
     return (
         letters.isalpha()
         and "\\" not in plain
-        and (plain != text or len(letters) > 3 or re.fullmatch("[A-Z][a-z]{2}", text))
+        and (plain != text or len(letters) > 3 or re.fullmatch("[A-Z][a-z]{2}", text) is not None)
         and not _WORDS_OF_TEXT.search(plain)
     )
 
@@ -377,8 +377,8 @@ class _Comparison:
         if len(names) == len(theirs) == len(known):
             if len(known) == 1:
                 return self._same_named(given[0], known[0])
-            pairs = [Formula("named", (item.name, item.value)) for item in given]
-            return self._matched(pairs, [Formula("named", (item.name, item.value)) for item in known])
+            pairs = [Formula("named", (item.name, item.value)) for item in given if item.name]
+            return self._matched(pairs, [Formula("named", (item.name, item.value)) for item in known if item.name])
         if any(len(some) not in (0, len(known)) for some in (names, theirs)):
             return self._same(self.given, self.known)
         letters = {str(item.name.value).partition("_")[0] for item in given if item.name}
@@ -404,6 +404,7 @@ class _Comparison:
     def _same_named(self, given: _Item, known: _Item) -> bool:
         """Compares x = 1 with x = 1, but also f(t) = t with f(x) = x, and y = x with f(x) = x."""
         name, other, value = given.name, known.name, given.value
+        assert name is not None and other is not None
         if name.kind == other.kind == "applied" and name.parts[0] == other.parts[0]:
             variables = name.parts[1], other.parts[1]
             if all(variable.kind == "name" for variable in variables):

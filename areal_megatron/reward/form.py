@@ -17,7 +17,7 @@ from areal_megatron.reward.value import is_constant
 Key = tuple
 """What two ways to write the same form have in common: order of terms and factors, \\frac or /, decimals, brackets."""
 
-_FAMILIES = dict.fromkeys(("ln", "log", "lg"), "a logarithm")
+_FAMILIES: dict[str, str] = dict.fromkeys(("ln", "log", "lg"), "a logarithm")
 _FAMILIES |= dict.fromkeys(words("sin cos tan sec csc cot cis"), "a trigonometric function")
 _FAMILIES |= dict.fromkeys(words("arcsin arccos arctan"), "an inverse trigonometric function")
 _FAMILIES |= dict.fromkeys(words("sinh cosh tanh"), "a hyperbolic function")

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
 from areal_megatron.reward.numeral import numeral, words
 from areal_megatron.reward.tokens import NotRead, Token, prepared, tokens_of
@@ -29,12 +30,13 @@ class Formula:
     kind: str
     """number, name, sum, product, quotient, power, root, negative, call, list, bracket, relation, matrix, word, …"""
     parts: tuple[Formula, ...] = ()
-    value: Fraction | str | tuple = ""
-    """The number, the name, the brackets, the relations between the parts, the shape of a matrix."""
+    value: Any = ""
+    """The number (a Fraction), the name or the brackets (a text), the relations between the parts or the shape of a
+    matrix (a tuple), as the kind says."""
 
     def all(self) -> Iterator[Formula]:
         """Yields this part and all within it."""
-        rest = [self]
+        rest: list[Formula] = [self]
         while rest:
             node = rest.pop()
             yield node
@@ -501,13 +503,15 @@ def _listed(parts: list[Formula], between: list[str]) -> Formula:
     if symbols and not all(part.kind in ("relation", "number") for part in parts):
         if symbols != set(between):
             raise NotRead("∨ or ∧ in a list")
-        return _parted(parts, between, "∨") or _parted(parts, between, "∧")
+        found = _parted(parts, between, "∨") or _parted(parts, between, "∧")
+        assert found is not None  # as it has no other separator
+        return found
     between = [{"∨": "or", "∧": "and"}.get(one, one) for one in between]
     looser = [loose for loose in ("or", ";", "and") if loose in between and (loose != "and" or "or" not in between)]
-    groups = {loose: _parted(parts, between, loose).parts for loose in looser}
+    groups = {loose: group.parts for loose in looser if (group := _parted(parts, between, loose))}
     for each in (parts, *groups.values()):
-        points = [_point(part) for part in each]
-        if None not in points and len({point.parts[0] for point in points}) == 1:
+        points = [point for part in each if (point := _point(part))]
+        if len(points) == len(each) and len({point.parts[0] for point in points}) == 1:
             return Formula("list", tuple(points), ",")
     if ";" in groups and "," in between:
         return Formula("list", tuple(Formula("bracket", _parts_of_list(part), "()") for part in groups[";"]), ",")
@@ -547,13 +551,13 @@ def _point(group: Formula) -> Formula | None:
 
 def _residues(parts: list[Formula]) -> tuple[Formula, ...] | None:
     """Returns a congruence for each of n ≡ 0, 1 (mod 4), also with n or the modulus at each; None for other lists."""
-    modulus, found = parts[-1].parts[-1], []
+    modulus, found = parts[-1].parts[-1], list[Formula]()
     for part in parts:
         if part.kind == "congruence" and part.parts[-1] != modulus:
             return None
         sides = part.parts[:-1] if part.kind == "congruence" else part.parts if part.kind == "relation" else (part,)
         name = sides[0] if len(sides) == 2 else found[0].parts[0] if found and len(found[0].parts) == 3 else None
-        if len(sides) > 2 or (part.kind == "relation" and part.value != ("≡",)):
+        if len(sides) not in (1, 2) or (part.kind == "relation" and part.value != ("≡",)):
             return None
         found.append(Formula("congruence", (*((name,) if name else ()), sides[-1], modulus), ("≡",) if name else ()))
     return tuple(found)

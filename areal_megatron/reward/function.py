@@ -8,7 +8,7 @@ import inspect
 import reprlib
 from collections.abc import Callable, Mapping
 from numbers import Real
-from typing import Any
+from typing import Any, TypeGuard, cast
 
 from areal_megatron.config import ConfigError, RewardConfig
 from areal_megatron.config.user_function import check_path, import_function
@@ -122,9 +122,9 @@ class WrongResult(ValueError):
     """A reward function or a group function returned something else than it may."""
 
 
-def is_score(value: object) -> bool:
+def is_score(value: Any) -> TypeGuard[float]:
     """Whether a value is a finite number that may become a reward."""
-    return isinstance(value, Real) and bool(abs(value) <= LARGEST_SCORE)
+    return isinstance(value, Real) and bool(abs(cast(float, value)) <= LARGEST_SCORE)
 
 
 def checked(result: object) -> tuple[float, str]:

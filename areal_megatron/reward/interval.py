@@ -39,8 +39,8 @@ def intervals_of(node: Formula) -> tuple[str, list[Formula]] | None:
             return "", _around(*left.parts)
         return None
     if (node.kind == "sets" and node.value == "∪") or node.kind == "list":
-        found = [intervals_of(part) for part in node.parts]
-        if None in found or len({name for name, _ in found}) > 1:
+        found = [some for part in node.parts if (some := intervals_of(part))]
+        if len(found) < len(node.parts) or len({name for name, _ in found}) > 1:
             return None
         if node.kind == "list" and not all(part.kind == "relation" for part in node.parts):
             return None

@@ -45,7 +45,7 @@ class JudgeScores:
     def __init__(self, config: Config, run: RunFolder, limit_s: float):
         self._judge, self._models, self._limit_s = config.reward.judge, ServedModels(config.served_models, run), limit_s
         self._coming: list[Text] = []
-        self._found: dict[Text, float | Exception] = {}
+        self._found: dict[Text, float | BaseException] = {}
 
     def expect(self, texts: Sequence[Text]) -> None:
         """Announces the texts that are going to be asked about."""
@@ -62,11 +62,11 @@ class JudgeScores:
         if isinstance(score, ServiceAway):  # all are asked about again
             self._coming = [one for one, found in self._found.items() if isinstance(found, ServiceAway)]
             self._found = {one: found for one, found in self._found.items() if one not in self._coming}
-        if isinstance(score, Exception):
+        if isinstance(score, BaseException):
             raise score
         return score
 
-    async def _scores(self, texts: Sequence[Text]) -> list[float | Exception]:
+    async def _scores(self, texts: Sequence[Text]) -> list[float | BaseException]:
         return await asyncio.gather(*map(self._score, texts), return_exceptions=True)
 
     async def _score(self, text: Text) -> float:
@@ -76,7 +76,7 @@ class JudgeScores:
 
 def asked(judge: JudgeConfig, text: Text) -> list[dict[str, str]]:
     """Returns what the judge is asked, as messages. What the policy says stays as it is, `{answer}` included."""
-    values = dict(zip(("prompt", "response", "answer"), text, strict=True))
+    values: dict[str, str] = dict(zip(("prompt", "response", "answer"), text, strict=True))
     return [{"role": "user", "content": _PLACE.sub(lambda place: values[place[1]], judge.question)}]
 
 

@@ -45,8 +45,10 @@ def score(prompt: str, response: str, answer: str) -> float:
     worked out, such as an expression that `prompt` holds.
     """
     found = final_answer(response)
+    if found is None:
+        return 0.0
     refusal = None
-    for one in right_answers(answer) if found is not None else ():
+    for one in right_answers(answer):
         try:
             if _equal(found, one, prompt):
                 return 1.0

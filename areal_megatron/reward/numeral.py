@@ -238,8 +238,10 @@ def _notation(found: re.Match[str]) -> str:
 def in_base(text: str) -> tuple[str, int] | None:
     """Returns the digits and the base of a text such as 101_{\\text{two}}, (2B)_{16} or 101 (base 2); else None."""
     found = _BASE.fullmatch(text)
-    base = found and (int(found[2]) if found[2].isdigit() else _SPELLED.get(found[2], 0))
-    digits = found[1] if found and base and 1 < base <= 36 else ""
+    if not found:
+        return None
+    base = int(found[2]) if found[2].isdigit() else _SPELLED.get(found[2], 0)
+    digits = found[1] if 1 < base <= 36 else ""
     is_number = digits.isdigit() or (re.search("[0-9]", digits) and all(int(digit, 36) < base for digit in digits))
     return (digits, base) if is_number else None  # A_2 is a point
 

@@ -91,16 +91,21 @@ class Quantity:
     @property
     def value(self) -> Fraction | None:
         """In units of size 1; None if a number is not known."""
-        if None in self.numbers:
+        numbers = self._known
+        if len(numbers) < len(self.numbers):
             return None
-        return sum((number.value * size for number, size in zip(self.numbers, self.sizes, strict=True)), Fraction(0))
+        return sum((number.value * size for number, size in zip(numbers, self.sizes, strict=True)), Fraction(0))
 
     @property
     def simple(self) -> bool:
-        """Whether nothing is left to work out: no 90 minutes behind hours."""
-        behind = list(zip(self.numbers, self.sizes, strict=True))[1:]
+        """Whether nothing is left to work out: no 90 minutes behind hours. All numbers must be known."""
+        behind = list(zip(self._known, self.sizes, strict=True))[1:]
         carried = any(number.value * size >= one for (number, size), one in zip(behind, self.sizes, strict=False))
-        return not carried and all(number.simple for number in self.numbers)
+        return not carried and all(number.simple for number in self._known)
+
+    @property
+    def _known(self) -> list[Numeral]:
+        return [number for number in self.numbers if number is not None]
 
 
 def same_quantity(found: str, answer: str, prompt: str) -> bool | None:
@@ -120,7 +125,7 @@ def same_quantity(found: str, answer: str, prompt: str) -> bool | None:
     if ours.value != theirs.value:
         return False
     held = {number.amount for number in numbers_in(prompt)}
-    restated = held.issuperset(number.amount for number in ours.numbers)
+    restated = held.issuperset(number.amount for number in ours.numbers if number)
     asked = not theirs.units.isdisjoint(units_in(prompt[-LONGEST_PROMPT:])) and not theirs.units <= ours.units
     if not ours.simple or (not same_units and (restated or asked)):
         raise AnswerRefused("The final answer must be worked out, in the units that the question asks for.")
@@ -145,8 +150,11 @@ def quantity(text: str) -> Quantity | None:
             return None
         pieces.append((numeral(number), size, dimension))
         units |= own
-        at = _BETWEEN.match(text, end).end()
-    numbers, sizes, dimensions = zip(*pieces, strict=True) if pieces else ((), (), ())
+        between = _BETWEEN.match(text, end)
+        at = between.end() if between else end
+    if not pieces:
+        return None
+    numbers, sizes, dimensions = zip(*pieces, strict=True)
     falling = all(one > other for one, other in itertools.pairwise(sizes))  # else a list: 30°, 60°
     same = len(set(dimensions)) == 1
     return Quantity(numbers, sizes, dimensions[0], frozenset(units)) if same and falling else None
@@ -167,7 +175,8 @@ def _unit_called(name: str) -> Unit:
 def _unit(text: str, at: int) -> tuple[int, int, tuple[tuple[str, int], ...], Fraction, set[Unit]] | None:
     """Returns where the next unit begins and ends, its dimension, its size and what it is made of."""
     found = _TERM.search(text, at)
-    begin, sign, size, powers, units = found.start() if found else 0, 1, Fraction(1), {}, set()
+    begin = end = found.start() if found else 0
+    sign, size, powers, units = 1, Fraction(1), {}, set()
     while found:
         end = found.end()
         before, name, digits, word = found.groups()

@@ -33,12 +33,13 @@ def function(url: str, limit_s: float):
 
     Raises ConfigError for a bad address.
     """
+    parts = None
     try:
         parts = urlsplit(url)
         named = bool(parts.hostname) and parts.port != 0
     except ValueError:
         named = False
-    if not named:
+    if parts is None or not named:
         raise ConfigError(f"reward.function: {url!r} is no address, expected http://host:port/path")
     if parts.username is not None:
         raise ConfigError(
@@ -48,7 +49,7 @@ def function(url: str, limit_s: float):
     return functools.partial(score, url=url, limit_s=limit_s)
 
 
-def score(prompt: str, response: str, answer: str, *, url: str, limit_s: float) -> tuple[object, object]:
+def score(prompt: str, response: str, answer: str, *, url: str, limit_s: float) -> tuple[Any, Any]:
     """Returns the service's score and feedback, unchecked. Raises as `ask` does."""
     question = {"prompt": prompt, "response": response, "answer": answer}
     read, expected = (lambda reply: (reply["score"], reply.get("feedback"))), '{"score": number}'

@@ -44,20 +44,20 @@ def residues_of(node: Formula | None, index: str) -> Residues | None:
     if node.kind != "list" and any(part.kind == "either" for part in node.all()):
         node = Formula("list", (chosen(node, "±"), chosen(node, "∓")), "or")
     if node.kind == "list" and node.value in (",", "or"):
-        each = [residues_of(part, index) for part in node.parts]
-        if None in each or len({(one.name, one.modulus) for one in each}) > 1:
+        each = [one for part in node.parts if (one := residues_of(part, index))]
+        if len(each) < len(node.parts) or len({(one.name, one.modulus) for one in each}) > 1:
             return None  # x ≡ 1 (mod 3), x ≡ 2 (mod 5) holds both
         return Residues(
             each[0].name, each[0].modulus, frozenset().union(*(one.remainders for one in each)), each[0].certain
         )
     if node.kind == "congruence":
         *names, rest, modulus = node.parts
-        whole = _whole(rest), _whole(modulus)
-        if None in whole or whole[1] < 1 or any(name.kind != "name" for name in names) or len(names) > 1:
+        left, size = _whole(rest), _whole(modulus)
+        if left is None or size is None or size < 1 or any(name.kind != "name" for name in names) or len(names) > 1:
             return None
-        if abs(whole[0]) >= whole[1] or steps(rest) or steps(modulus):  # not worked out
+        if abs(left) >= size or steps(rest) or steps(modulus):  # not worked out
             return None
-        return Residues(str(names[0].value) if names else "", whole[1], frozenset((whole[0] % whole[1],)), True)
+        return Residues(str(names[0].value) if names else "", size, frozenset((left % size,)), True)
     if node.kind != "relation" or node.value != ("=",) or node.parts[0].kind != "name":
         return None
     name, value = str(node.parts[0].value), node.parts[1]
@@ -78,17 +78,17 @@ def _whole(node: Formula) -> int | None:
 
 def _line(node: Formula, name: str) -> tuple[Fraction, Fraction] | None:
     """Returns a and b for a formula a · name + b."""
-    parts = [_line(part, name) for part in node.parts]
+    parts = [line for part in node.parts if (line := _line(part, name))]
     if node.kind == "number":
         return Fraction(0), node.value
     if node.kind == "name" and node.value == name:
         return Fraction(1), Fraction(0)
-    if not parts or None in parts:
+    if not parts or len(parts) < len(node.parts):
         return None
     if node.kind == "negative":
         return -parts[0][0], -parts[0][1]
     if node.kind == "sum":
-        return sum(a for a, _ in parts), sum(b for _, b in parts)
+        return sum((a for a, _ in parts), Fraction(0)), sum((b for _, b in parts), Fraction(0))
     if node.kind == "product" and sum(a != 0 for a, _ in parts) < 2:
         found = Fraction(0), Fraction(1)
         for a, b in parts:

@@ -156,7 +156,8 @@ class _Guard:
         with _memory_file(texts[0]) as text, _memory_file(texts[1]) as given, _memory_file(texts[2]) as calls:
             self._reports, report = os.pipe()
             passed = (text, given, calls, report)
-            command = [sys._base_executable, "-I", "-S", _INIT, *map(str, passed), *map(str, numbers), *_visible()]
+            python = sys._base_executable  # pyright: ignore[reportAttributeAccessIssue]: typeshed lacks it
+            command = [python, "-I", "-S", _INIT, *map(str, passed), *map(str, numbers), *_visible()]
             pipe = subprocess.PIPE
             try:
                 self._process = subprocess.Popen(
@@ -175,6 +176,9 @@ class _Guard:
                 raise
             finally:
                 os.close(report)
+        process = self._process
+        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+        self._stdin, self._stdout, self._stderr = process.stdin, process.stdout, process.stderr
         self._cgroup = Cgroup(held_bytes, limits.threads + 2)
 
     def __enter__(self) -> _Guard:
@@ -182,7 +186,7 @@ class _Guard:
 
     def __exit__(self, *failure) -> None:
         process = self._process
-        process.stdin.close()
+        self._stdin.close()
         try:
             process.wait(_GRACE_S)
         except subprocess.TimeoutExpired:
@@ -190,16 +194,15 @@ class _Guard:
             raise SandboxError(f"its processes did not end within {_GRACE_S:g} s") from None
         finally:
             self._cgroup.remove()
-            process.stdout.close()
-            process.stderr.close()
+            self._stdout.close()
+            self._stderr.close()
             os.close(self._reports)
 
     def watch(self) -> None:
         """Reads the output until the sandbox has ended, and ends it at a limit. Raises SandboxError."""
-        process = self._process
         with selectors.DefaultSelector() as selector:
-            selector.register(process.stdout, selectors.EVENT_READ, self._take_stdout)
-            selector.register(process.stderr, selectors.EVENT_READ, self._take_stderr)
+            selector.register(self._stdout, selectors.EVENT_READ, self._take_stdout)
+            selector.register(self._stderr, selectors.EVENT_READ, self._take_stderr)
             selector.register(self._reports, selectors.EVENT_READ, self._take_report)
             while selector.get_map():
                 left = self._deadline - time.monotonic()
@@ -222,7 +225,7 @@ class _Guard:
 
     def _end(self, limit: str) -> None:
         self.ended = limit
-        self._process.stdin.close()
+        self._stdin.close()
         self._deadline = time.monotonic() + _GRACE_S
 
     def _take_stdout(self, chunk: bytes) -> None:
@@ -243,7 +246,7 @@ class _Guard:
                 self._cgroup.add(self._process.pid)
                 _map_ids(self._process.pid)
                 with contextlib.suppress(BrokenPipeError):  # the guard has died: the report will lack a status
-                    self._process.stdin.write(b"\n")
+                    self._stdin.write(b"\n")
 
 
 @contextlib.contextmanager

@@ -84,7 +84,7 @@ def init(texts: dict[str, bytes], limits: dict[str, int], visible: list[str], re
             report(f"problem {e}")
         finally:
             os._exit(1)
-    ended = None
+    ended, status = None, 0
     while ended != child:
         ended, status = os.wait()
     report(f"status {os.waitstatus_to_exitcode(status)}")
@@ -201,8 +201,9 @@ def main() -> None:
         os.write(reports, line.encode() + b"\n")
 
     try:
-        texts = dict(zip(("program", "stdin", "calls"), map(_take, given), strict=True))
-        limits = dict(zip(("cpu_s", "memory_mb", "threads", "scratch_mb"), map(int, sys.argv[5:9]), strict=True))
+        texts: dict[str, bytes] = dict(zip(("program", "stdin", "calls"), map(_take, given), strict=True))
+        names = "cpu_s", "memory_mb", "threads", "scratch_mb"
+        limits: dict[str, int] = dict(zip(names, map(int, sys.argv[5:9]), strict=True))
         guard(texts, limits, sys.argv[9:], report)
     except Exception as e:
         report(f"problem {e}")

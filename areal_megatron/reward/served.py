@@ -116,6 +116,7 @@ class ServedModels:
                 raise ValueError
             return [_said(choice, tokenizer, len(tokens)) for choice in choices]
 
+        assert self._run is not None
         asked = self._run, name, model, "/v1/completions", question
         return await ask_engines(*asked, min(model.timeout_s, limit_s), read, f"{n} answers")
 

@@ -10,8 +10,10 @@ import functools
 import hashlib
 import math
 from fractions import Fraction
+from typing import Any
 
 import mpmath
+from mpmath.libmp import NoConvergence
 
 from areal_megatron.reward.formula import Formula
 from areal_megatron.reward.numeral import words
@@ -31,7 +33,8 @@ _MOST_FACTORIAL = 2000
 _MOST_EVALUATED = 250
 """Functions and irrational powers, at all points together."""
 
-Value = Fraction | mpmath.ctx_mp_python.mpnumeric
+Value = Any
+"""A Fraction, or a number of mpmath, which has no types."""
 
 
 class NoValue(Exception):
@@ -117,7 +120,7 @@ class Values:
                 pair = self._checked(self._at(one, point)), self._checked(self._at(other, point))
             except (_Undefined, ZeroDivisionError):
                 return None
-            except (ValueError, OverflowError, TypeError, mpmath.libmp.NoConvergence) as e:
+            except (ValueError, OverflowError, TypeError, NoConvergence) as e:
                 raise NoValue(str(e)) from None
             needed = _LEAST_PRECISION + 4 * self._bits
             if self.context.prec >= needed or all(isinstance(value, Fraction) for value in pair):
@@ -357,8 +360,8 @@ def _is_real(value: Value) -> bool:
 
 
 def _exact_root(value: Fraction, degree: int) -> Fraction | None:
-    roots = [_integer_root(part, degree) for part in (value.numerator, value.denominator)]
-    return None if None in roots else Fraction(*roots)
+    above, below = _integer_root(value.numerator, degree), _integer_root(value.denominator, degree)
+    return None if above is None or below is None else Fraction(above, below)
 
 
 def _integer_root(value: int, degree: int) -> int | None:

@@ -170,14 +170,15 @@ def _bounded(words: str) -> str:
         return ""
     name, sign = found["name"] or "x", _SIGN_OF[(found["sign"] or "").lower().replace("-", "")]
     conditions = [f"{name} {sign}"] if sign else []
-    bounds = [_BOUND.fullmatch(bound) for bound in re.split(r",? (?:and|but) (?=[a-z])", found["bounds"])]
+    said_bounds = re.split(r",? (?:and|but) (?=[a-z])", found["bounds"])
+    bounds = [bound for said in said_bounds if (bound := _BOUND.fullmatch(said))]
     if between := _BETWEEN.fullmatch(found["bounds"]):
         _, a, b, c, d, how = between.groups()
         if not (how or between["strictly"]):
             return ""  # the ends may be meant or not
         less = r"\le" if how and how.lower() == "inclusive" else "<"
         conditions.append(f"{a or c} {less} {name} {less} {b or d}")
-    elif None not in bounds and (found["kind"] or found["name"]):
+    elif len(bounds) == len(said_bounds) and (found["kind"] or found["name"]):
         conditions += [f"{name} {_RELATIONS[bound[1].lower()]} {bound[2]}" for bound in bounds]
     else:
         return ""

@@ -160,7 +160,8 @@ class Functions:
             raised = isinstance(e, MISTAKES)
             at_fault = self._group_function if is_group else self._function
             lacks = "" if is_group else _lacking_column(e, request)
-            bug = place_of(e, at_fault) if raised or lacks or isinstance(e, (WrongResult, SystemExit)) else ""
+            is_known = raised or lacks or isinstance(e, (WrongResult, SystemExit))
+            bug = place_of(e, at_fault) if at_fault and is_known else ""
             problem = _problem(e, request.where) + lacks
             return Scored(problem=problem, last=isinstance(e, MemoryError), bug=bug, raised=raised)
 
@@ -179,6 +180,7 @@ class Functions:
         for member, tokens, versions in zip(group.members, group.tokens, group.versions, strict=True):
             member.response = self._text(tokens)
             member.versions = np.unique(np.frombuffer(versions, np.int32)).tolist()
+        assert self._group_function is not None
         terms = self._group_function(group.prompt, group.answer, group.members)
         return Scored(terms=checked_terms(terms, len(group.tokens)))
 
@@ -186,6 +188,7 @@ class Functions:
         return answer.response if answer.tokens is None else self._text(answer.tokens)
 
     def _text(self, tokens: bytes) -> str:
+        assert self._tokenizer is not None
         return self._tokenizer.decode(np.frombuffer(tokens, np.int32).tolist())
 
     def _is_worn_out(self) -> bool:

@@ -239,7 +239,8 @@ def _refused(scored: Scored) -> Scored:
 
 class _Worker:
     def __init__(self, process: asyncio.subprocess.Process):
-        self._process = process
+        assert process.stdin is not None and process.stdout is not None
+        self._process, self._stdin, self._stdout = process, process.stdin, process.stdout
         self.dead = self.takes_row = False
 
     @classmethod
@@ -268,7 +269,7 @@ class _Worker:
 
     def ask(self, requests: Sequence[Answer | AnswerGroup]) -> None:
         frame = msgspec.msgpack.encode(requests)
-        self._process.stdin.write(HEADER.pack(len(frame)) + frame)
+        self._stdin.write(HEADER.pack(len(frame)) + frame)
 
     async def next_scored(self) -> Scored:
         return _decode_scored(await self._read())
@@ -281,6 +282,5 @@ class _Worker:
         await self._process.wait()
 
     async def _read(self) -> bytes:
-        stream = self._process.stdout
-        (length,) = HEADER.unpack(await stream.readexactly(HEADER.size))
-        return await stream.readexactly(length)
+        (length,) = HEADER.unpack(await self._stdout.readexactly(HEADER.size))
+        return await self._stdout.readexactly(length)

@@ -30,10 +30,11 @@ class Parser(argparse.ArgumentParser):
         # error: areal rows: there is no option --lr; keys of the config are given as optimizer.lr=1e-5
     """
 
-    def __init__(self, module: str = "", description: str = "", **others: Any):
+    def __init__(self, module: str = "", description: str | None = "", **others: Any):
         """`module`: the program's; without it `others` are argparse's own arguments, as for a parser below another."""
-        named = {"prog": program(module), "description": description.split("\n")[0]} if module else {}
-        super().__init__(**(others | named))
+        if module:
+            others |= {"prog": program(module), "description": (description or "").split("\n")[0]}
+        super().__init__(**others)
         self._takes_config = False
 
     def add_config(self) -> None:

@@ -74,7 +74,7 @@ class Away(OSError):
         super().__init__(errno.ENOENT, problem)
 
     def __str__(self) -> str:
-        return self.strerror
+        return str(self.strerror)
 
 
 class SecretKeys(NamedTuple):
@@ -123,8 +123,9 @@ def line_of(starts: list[IncarnationStart]) -> list[tuple[IncarnationStart, int 
     start = starts[-1] if starts else None
     while start:
         line.append((start, end))
-        earlier = start.after is not None and start.after < start.incarnation
-        start, end = (numbered.get(start.after), start.batches) if earlier else (None, None)
+        if start.after is None or start.after >= start.incarnation:
+            break
+        start, end = numbered.get(start.after), start.batches
     return line[::-1]
 
 
@@ -359,15 +360,15 @@ class RunFolder:
         weakref.finalize(self, os.close, descriptor)
         return descriptor
 
-    def _hold_folder(self) -> None:
+    def _hold_folder(self) -> int:
         if self._held is None:
             self._held = self._hold(self.folder)
+        return self._held
 
     def _check_folder(self) -> None:
         """Raises Away if the path leads to another folder than the one that this process holds open, or to none."""
         try:
-            self._hold_folder()
-            same = _is_at(self._held, self.folder)
+            same = _is_at(self._hold_folder(), self.folder)
         except (FileNotFoundError, NotADirectoryError):
             raise self._away("it is not there") from None
         if not same:

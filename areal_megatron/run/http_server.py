@@ -39,6 +39,7 @@ class HttpServer:
         """`tls`: Credentials.listening(), to speak with holders of the same credentials alone."""
         self._answer, self._tls = answer, tls
         self._runner: web.ServerRunner | None = None
+        self._server: _Server | None = None
         self.refusals = 0
         """Calls of `refused`."""
 
@@ -51,11 +52,12 @@ class HttpServer:
         runner = web.ServerRunner(server, shutdown_timeout=1.0)
         await runner.setup()
         await web.SockSite(runner, listening, backlog=backlog()).start()
-        self._runner, self.port = runner, listening.getsockname()[1]
+        self._runner, self._server, self.port = runner, server, listening.getsockname()[1]
 
     def welcome(self, request: web.BaseRequest) -> None:
         """The connection of this request is no stranger's."""
-        self._runner.server.strangers.discard(request.protocol)
+        if self._server is not None:
+            self._server.strangers.discard(request.protocol)
 
     def refused(self, what: str, response: web.StreamResponse) -> web.StreamResponse:
         """Returns the response. Some of many refusals are logged, with what was refused."""
@@ -77,7 +79,7 @@ class _Server(web.Server):
         self.strangers, self._tls = Strangers(), tls
         self.handshakes: dict[web.RequestHandler, Secured] = {}
 
-    def __call__(self) -> asyncio.Protocol:
+    def __call__(self) -> Any:  # aiohttp's own handler, or what has it inside TLS
         handler = super().__call__()
         return handler if self._tls is None else _Secured(self._tls, handler, self)
 

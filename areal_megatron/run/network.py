@@ -50,7 +50,7 @@ def address(host: str) -> str:
             )
         return own
     try:
-        return socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
+        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError:
         raise ConfigError(
             f"machine.host: {host!r} is no address and no interface of {socket.gethostname()}; it has "

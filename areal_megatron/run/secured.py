@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from asyncio.sslproto import SSLProtocol
+from typing import Any
 
 from areal_megatron.run import network
 
@@ -16,11 +17,12 @@ class Secured(SSLProtocol):
     """
 
     def __init__(self, tls: ssl.SSLContext, within: asyncio.Protocol, strangers: network.Strangers):
-        limit_s = {"ssl_handshake_timeout": network.STRANGER_S}
-        super().__init__(asyncio.get_running_loop(), within, tls, None, server_side=True, **limit_s)
+        settings: dict[str, Any] = {"server_side": True, "ssl_handshake_timeout": network.STRANGER_S}
+        nobody: Any = None  # waits for the end of the handshake
+        super().__init__(asyncio.get_running_loop(), within, tls, nobody, **settings)
         self._strangers = strangers
 
-    def connection_made(self, transport) -> None:
+    def connection_made(self, transport: Any) -> None:
         self._strangers.add(self, transport)
         super().connection_made(transport)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from dataclasses import dataclass, field
 from functools import cache, cached_property
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -197,8 +198,9 @@ def attend_runs(
     from torch.nn.attention import varlen  # imports compiler machinery that a CPU does without
 
     runs, grouped = (boundaries, key_boundaries, longest, most_keys), query.size(1) != key.size(1)
-    flag = {"enable_gqa": True} if grouped and _asks_for_groups(varlen.varlen_attn) else {}
-    return varlen.varlen_attn(query, key, value, *runs, scale=scale, window_size=(-1, 0), **flag)
+    flag: dict[str, Any] = {"enable_gqa": True} if grouped and _asks_for_groups(varlen.varlen_attn) else {}
+    found = varlen.varlen_attn(query, key, value, *runs, scale=scale, window_size=(-1, 0), **flag)
+    return cast(Tensor, found)  # a pair only where more is asked for
 
 
 @cache

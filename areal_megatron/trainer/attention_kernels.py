@@ -106,7 +106,7 @@ def _with_gradients(attend, inputs: list[Tensor], gradient: Tensor) -> list[Tens
     leaves = [x.detach().to(gradient.dtype).requires_grad_() for x in inputs]
     out = attend(*leaves)
     out.backward(gradient)
-    return [out.detach(), *(leaf.grad for leaf in leaves)]
+    return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
 
 def plain(query: Tensor, key: Tensor, value: Tensor, runs: Sequence[tuple[int, int]], scale: float) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core import parallel_state
@@ -45,7 +45,7 @@ GENERATORS = "generators"
 
 def replicas() -> torch.distributed.ProcessGroup:
     """Returns the group of the ranks that hold the same part of the model."""
-    return parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return cast(torch.distributed.ProcessGroup, parallel_state.get_data_parallel_group(with_context_parallel=True))
 
 
 def prefix(name: str) -> str:

@@ -81,7 +81,7 @@ class HostOptimizer(HybridDeviceOptimizer):
             torch.cuda.current_stream().wait_stream(self._h2d_stream)
         self._sync_sub_optimizers_state_to_hdo()
 
-    def _fetch(self, bucket: _Bucket) -> torch.cuda.Event | None:
+    def _fetch(self, bucket: _Bucket) -> torch.Event | None:
         """Starts to copy the gradients of a bucket to the host; returns when they are there."""
         gradients = [getattr(part, "decoupled_grad", part.grad) for part in bucket.parts]
         mains = [self.gpu_params_map_cpu_copy[part] for part in bucket.parts]

@@ -227,11 +227,11 @@ def fold(logits: Tensor, top: Tensor, total: Tensor, weighted: Tensor | None = N
     `weighted` is there the sum of weight × (logit − highest)."""
     highest = torch.maximum(top, logits.amax(-1))
     below = (logits - highest[:, None]).clamp_(min=_LEAST)
-    total, *weighted = _shifted(top - highest, total, weighted)
-    if not weighted:
+    total, *shifted = _shifted(top - highest, total, weighted)
+    if not shifted:
         return [highest, total + below.exp_().sum(-1)]
     weights = below.exp()
-    return [highest, total + weights.sum(-1), weighted[0] + weights.mul_(below).sum(-1)]
+    return [highest, total + weights.sum(-1), shifted[0] + weights.mul_(below).sum(-1)]
 
 
 def _shifted(lower: Tensor, total: Tensor, weighted: Tensor | None) -> list[Tensor]:

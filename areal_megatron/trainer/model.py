@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -56,8 +56,10 @@ class PolicyModel(GPTModel):
     def output_weight(self) -> torch.Tensor:
         """[padded vocabulary / tp, hidden], on the last pipeline stage."""
         if self.share_embeddings_and_output_weights:
-            return self.shared_embedding_or_output_weight()
-        return self.output_layer.weight
+            weight = self.shared_embedding_or_output_weight()
+            assert weight is not None  # as this is the first stage or the last
+            return weight
+        return cast(torch.Tensor, self.output_layer.weight)
 
 
 class ValueModel(GPTModel):

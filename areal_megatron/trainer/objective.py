@@ -142,8 +142,9 @@ def trained_logprobs(
     if others is not None:
         own_others = others if microbatch.own is None else others[microbatch.own]
         labels = torch.cat([labels[:, None], own_others], 1)
-    own = token_logprobs(hidden, policy.output_weight, rows, labels, vocabulary, entropy=entropy)
-    return tuple(values if values is None else microbatch.of_all_ranks(values) for values in own)
+    logprobs, entropies = token_logprobs(hidden, policy.output_weight, rows, labels, vocabulary, entropy=entropy)
+    whole = microbatch.of_all_ranks
+    return whole(logprobs), None if entropies is None else whole(entropies)
 
 
 def _count(values: Tensor) -> Tensor:

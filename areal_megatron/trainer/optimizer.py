@@ -117,7 +117,8 @@ class ModelOptimizer:
     def gradients(self) -> list[Tensor]:
         """Returns the memory in which this rank has its gradient: after a backward pass, the part that it changes is
         summed over replicas."""
-        return [b.grad_data for chunk in self._chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+        chunks: list[Any] = list(self._chunks)  # whose `buffers` is a list, and of torch's modules a method
+        return [b.grad_data for chunk in chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
 
     @torch.no_grad()
     def gradient_norm(self) -> float:
@@ -231,7 +232,7 @@ class ModelOptimizer:
                 if param_is_not_shared(weight) and param_is_not_tensor_parallel_duplicate(weight):
                     yield on_host.get(weight, weight)
 
-    def common_state(self, metadata: dict[str, Any]) -> dict[str, Any]:
+    def common_state(self, metadata: dict[str, Any]) -> dict[Any, Any]:
         """Returns the settings and the step of each group, the same on all ranks, as a checkpoint has them."""
         kind = metadata["distrib_optim_sharding_type"]
         optimizers = self.megatron.chained_optimizers

@@ -108,6 +108,7 @@ class Parallel:
         if (value is not None) != (self.rank == source):
             raise ValueError(f"trainer-{self.rank}: only trainer-{source} has a value to share here")
         if group.size() == 1:
+            assert value is not None  # it is the source's
             return value
         try:
             size = torch.tensor([0 if value is None else len(value)])

@@ -23,7 +23,8 @@ class Residual:
 
     def __init__(self, chunks: Chunks):
         self._watches = chunks[0].config.params_dtype == torch.float16
-        self._layers = [layer for chunk in chunks for layer in chunk.module.decoder.layers] if self._watches else []
+        models: list[Any] = [chunk.module for chunk in chunks]
+        self._layers = [layer for model in models for layer in model.decoder.layers] if self._watches else []
         self._unseen: set[int] = set()
         self._largest: list[torch.Tensor] = []
         for number, layer in enumerate(self._layers):

@@ -85,15 +85,19 @@ class Dialect(Protocol):
 
     def read(self, body: bytes, earlier: CallTree) -> Asked:
         """Returns what a body asks. Raises BadCall, MsgspecError, UnicodeDecodeError or RecursionError."""
+        ...
 
     def reply(self, answered: Answered) -> dict[str, Any]:
         """Returns the body of a reply."""
+        ...
 
     def events(self, reply: dict[str, Any]) -> Iterator[Event]:
         """Yields a reply as a stream that has the whole answer in one piece."""
+        ...
 
     def error(self, message: str, code: str) -> dict[str, Any]:
         """Returns the body of a refusal."""
+        ...
 
 
 def openai_error(message: str, code: str) -> dict[str, Any]:
@@ -124,9 +128,10 @@ def text_of(content: Any, kinds: tuple[str, ...]) -> str:
     if not isinstance(content, list):
         raise BadCall(f"the content of a message must be text, is {type(content).__name__}")
     found = [part.get("text") if isinstance(part, dict) and part.get("type") in kinds else None for part in content]
-    if not all(isinstance(text, str) for text in found):
+    texts = [text for text in found if isinstance(text, str)]
+    if len(texts) < len(found):
         raise BadCall("a message holds a part that is no text")
-    return "".join(found)
+    return "".join(texts)
 
 
 @dataclass(frozen=True)

@@ -135,8 +135,9 @@ def _messages(before: list[Message], message: dict[str, Any], earlier: CallTree)
 
 
 def _answer(before: list[Message], blocks: list[dict[str, Any]], earlier: CallTree) -> Message:
-    thoughts = [block.get("thinking") for block in blocks if block.get("type") == "thinking"]
-    if not all(isinstance(thought, str) for thought in thoughts):
+    thinking = [block.get("thinking") for block in blocks if block.get("type") == "thinking"]
+    thoughts = [thought for thought in thinking if isinstance(thought, str)]
+    if len(thoughts) < len(thinking):
         raise BadCall("a block of thinking holds no text")
     used = [block for block in blocks if block.get("type") == "tool_use"]
     if not all(isinstance(block.get("name"), str) and isinstance(block.get("input"), dict) for block in used):

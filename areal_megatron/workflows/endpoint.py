@@ -126,7 +126,9 @@ class AgentEndpoint:
         if request.method != "POST" or dialect is None:
             served = ", ".join([*(f"POST {path}" for path in (*_DIALECTS, COUNT_PATH)), "GET /v1/models"])
             return _error(dialect, 404, f"served are {served}", "not_found")
-        session.running.add(task := asyncio.current_task())
+        task = asyncio.current_task()
+        assert task is not None
+        session.running.add(task)
         try:
             if request.headers.get("Expect", "").lower() == "100-continue":
                 await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -153,7 +155,7 @@ class AgentEndpoint:
             session.running.discard(task)
         return await _stream(request, dialect, reply) if asked.stream else web.json_response(reply)
 
-    def _refuse(self, dialect: Dialect | None, status: int, message: str, code: str) -> web.Response:
+    def _refuse(self, dialect: Dialect | None, status: int, message: str, code: str) -> web.StreamResponse:
         return self._server.refused(f"a call of an agent: {message}", _error(dialect, status, message, code))
 
 

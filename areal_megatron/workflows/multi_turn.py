@@ -22,4 +22,4 @@ async def run(episode: Episode) -> float:
             break
         episode.say(scored.feedback or FEEDBACK)
         episode.discount *= DISCOUNT
-    return scored.score
+    return scored.score  # pyright: ignore[reportPossiblyUnboundVariable]: there is a turn at least

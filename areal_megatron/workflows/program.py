@@ -83,9 +83,11 @@ class Program:
 
     def _send(self, message: dict[str, Any]) -> None:
         with suppress(ConnectionError):  # it has ended, as the end of its output says
-            self._process and self._process.stdin.write(json.dumps(message).encode() + b"\n")
+            if self._process and self._process.stdin:
+                self._process.stdin.write(json.dumps(message).encode() + b"\n")
 
     async def _read(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdin is not None and process.stdout is not None
         problem = ""
         try:
             while line := await process.stdout.readline():

@@ -115,7 +115,10 @@ class Responses:
 
     def events(self, reply: dict[str, Any]) -> Iterator[Event]:
         begun = reply | {"status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
-        parts = [("response.created", {"response": begun}), ("response.in_progress", {"response": begun})]
+        parts: list[tuple[str, Any]] = [
+            ("response.created", {"response": begun}),
+            ("response.in_progress", {"response": begun}),
+        ]
         for number, item in enumerate(reply["output"]):
             parts += _item_events(number, item)
         parts.append((f"response.{reply['status']}", {"response": reply}))

@@ -79,7 +79,7 @@ def find_calls(text: str, tools: Sequence[Any]) -> tuple[str, list[ToolCall]]:
     begin, schemas = len(text) - len(said), _schemas(tools)
     form, first = next(((form, at) for form in _FORMS if (at := form.begin.search(text, begin))), (None, None))
     try:
-        if form is None:
+        if form is None or first is None:
             calls = _bare_calls(said, schemas)
             return (text[:begin], calls) if calls else (text, [])
         calls = [form.read(body, schemas) for body in form.bodies(text, begin)]
@@ -170,7 +170,7 @@ def _unquoted(name: str, written: Mapping[str, str], schemas: Schemas) -> ToolCa
     return _call(name, {key: _value(value, own.get(key)) for key, value in written.items()})
 
 
-def _deepseek(body: str, _: Schemas) -> ToolCall:
+def _deepseek(body: str, schemas: Schemas) -> ToolCall:
     kind, _, rest = body.partition("<｜tool▁sep｜>")
     if kind.strip() != "function":
         return _call(kind.strip(), _json(rest))
@@ -180,7 +180,7 @@ def _deepseek(body: str, _: Schemas) -> ToolCall:
     return _call(name.strip(), _json(arguments.rstrip().removesuffix("```")))
 
 
-def _kimi(body: str, _: Schemas) -> ToolCall:
+def _kimi(body: str, schemas: Schemas) -> ToolCall:
     name, _, arguments = body.partition("<|tool_call_argument_begin|>")
     return _call(name.strip().rpartition(":")[0].removeprefix("functions."), _json(arguments))
 

@@ -9,6 +9,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from areal_megatron.engine.client import NO_ROUTES, Completion
 
@@ -144,7 +145,7 @@ def trained_once(transcripts: Sequence[Transcript]) -> tuple[Transcript, ...]:
     return tuple(found)
 
 
-def _joined(arrays: list[np.ndarray], kind: type) -> np.ndarray:
+def _joined(arrays: list[np.ndarray], kind: DTypeLike) -> np.ndarray:
     if len(arrays) == 1:
         return arrays[0]
     return np.concatenate([np.zeros(0, kind), *arrays])

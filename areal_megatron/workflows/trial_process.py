@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 import msgspec
 import numpy as np
@@ -18,13 +19,14 @@ import numpy as np
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.config.user_function import place_of
 from areal_megatron.data.tokenizer import Tokenizer
-from areal_megatron.engine.client import Completion
+from areal_megatron.engine.client import Completion, EngineClient
 from areal_megatron.process.errors import first_cause, printable
 from areal_megatron.process.shown import guard
 from areal_megatron.reward.function import WrongResult
 from areal_megatron.reward.no_score import RewardFailed
 from areal_megatron.reward.served import WRONG, StandIns
 from areal_megatron.reward.worker import MISTAKES, Answer, Scored
+from areal_megatron.reward.workers import RewardWorkers
 from areal_megatron.run.credentials import Credentials, new_credentials
 from areal_megatron.run.network import address
 from areal_megatron.workflows.endpoint import AgentEndpoint
@@ -57,27 +59,29 @@ class _Judge:
         return [Scored(float(answer.response == answer.answer)) for answer in answers]
 
 
-def _outside(config: Config, folder: Path) -> tuple[str, Credentials] | tuple[()]:
-    """Where an endpoint listens beyond the loopback, with credentials of its own, if the run's will."""
+def _endpoint(config: Config, tokenizer: Tokenizer, folder: Path) -> AgentEndpoint:
+    """Returns an endpoint that listens beyond the loopback, with credentials of its own, if the run's will."""
     if config.rollout.endpoint == "loopback":
-        return ()
+        return AgentEndpoint(tokenizer)
     path = folder / "agents.pem"
     path.write_bytes(new_credentials())
-    return address(config.machine.host), Credentials(path)
+    return AgentEndpoint(tokenizer, address(config.machine.host), Credentials(path))
 
 
 async def tried(asked: TrialAsked, folder: Path) -> TrialFound:
     """Tries the workflow; `folder` is for this alone."""
     config, prompt = asked.config, asked.prompt
     workflow, tokenizer = load_workflow(config.rollout), Tokenizer(config.model.path)
-    endpoint = AgentEndpoint(tokenizer, *_outside(config, folder))
-    scorer = Scorer(config.reward, _Judge(), config.rollout.max_new_tokens)
+    assert workflow is not None
+    endpoint = _endpoint(config, tokenizer, folder)
+    scorer = Scorer(config.reward, cast(RewardWorkers, _Judge()), config.rollout.max_new_tokens)
     served = StandIns(config.served_models)
     resources = RunResources(config, tokenizer, scorer, endpoint.serve, workflow.turns, served)
     try:
         for number, text in enumerate((prompt.answer, WRONG)):
             (tokens,) = tokenizer.responses([text])
-            sampling = Sampling(_Engine(tokens), config.rollout, tokenizer.stop_tokens, None)
+            engine = cast(EngineClient, _Engine(tokens))
+            sampling = Sampling(engine, config.rollout, tokenizer.stop_tokens, None)
             episode = Episode(resources, sampling, EpisodeSpec(prompt, 0, f"trial-{number}", 0, "train"))
             try:
                 async with asyncio.timeout(asked.patience_s):

@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -29,11 +29,12 @@ import numpy as np
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.data.trajectory import decoder, encoder
-from areal_megatron.engine.client import Completion
+from areal_megatron.engine.client import Completion, EngineClient
 from areal_megatron.process.errors import printable
 from areal_megatron.process.shown import guard
 from areal_megatron.reward.served import ServedModels
 from areal_megatron.reward.worker import HEADER, Answer, Scored
+from areal_megatron.reward.workers import RewardWorkers
 from areal_megatron.run.folder import RunError, RunFolder
 from areal_megatron.run.network import address
 from areal_megatron.workflows.endpoint import AgentEndpoint
@@ -233,12 +234,13 @@ class Worker:
         self._tokenizer = Tokenizer(begin.configs[0].model.path)
         self._runners: list[EpisodeRunner | None] = []
         for own in begin.configs:
-            scorer = Scorer(own.reward, _Judge(self._calls), own.rollout.max_new_tokens)
+            judge = cast(RewardWorkers, _Judge(self._calls))  # it has what scores one answer
+            scorer = Scorer(own.reward, judge, own.rollout.max_new_tokens)
             workflow, share = load_workflow(own.rollout), -(-own.batch_size // begin.workers)
             served = ServedModels(own.served_models, RunFolder(begin.run)) if begin.run else None
             endpoint = self._endpoint(own, begin.run)
-            given = workflow, self._tokenizer, scorer, share, served, endpoint
-            self._runners.append(EpisodeRunner(own, *given) if workflow else None)
+            given = self._tokenizer, scorer, share, served, endpoint
+            self._runners.append(EpisodeRunner(own, workflow, *given) if workflow else None)
         self._tasks: dict[int, asyncio.Task] = {}
 
     def _endpoint(self, config: Config, run: str) -> AgentEndpoint:
@@ -266,9 +268,11 @@ class Worker:
         number, environment = asked.number, asked.spec.prompt.environment
         client = _Client(self._calls, number)
         rollout, stop_tokens = self._configs[environment].rollout, self._tokenizer.stop_tokens
-        sampling = Sampling(client, rollout, stop_tokens, None, may_interrupt=lambda: client.interrupted)
+        engine, chosen = cast(EngineClient, client), self._runners[environment]  # it has what samples
+        assert chosen is not None
+        sampling = Sampling(engine, rollout, stop_tokens, None, may_interrupt=lambda: client.interrupted)
         try:
-            found = await self._runners[environment].sample(sampling, asked.spec)
+            found = await chosen.sample(sampling, asked.spec)
             account = Counter()
             for runner in filter(None, self._runners):
                 account.update(runner.account())

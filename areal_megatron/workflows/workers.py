@@ -96,6 +96,7 @@ class EpisodeWorkers:
         Raises EngineError if a request fails for the last time, ConfigError if no episode at all gets an answer, and
         what RewardWorkers.judge raises.
         """
+        problem = ""
         for _ in range(_DEATHS):
             await self._some.wait()
             worker = min(self._workers, key=lambda one: len(one.running))
@@ -167,8 +168,8 @@ class WorkflowRunner:
             if failed := e.subgroup((EngineError, ConfigError, RunError)):
                 raise failed.exceptions[0] from None
             raise
-        found = [task.result() for task in tasks]
-        return None if None in found else found
+        found = [ended for task in tasks if (ended := task.result()) is not None]
+        return found if len(found) == n else None
 
 
 class _WorkerDiedError(Exception):
@@ -192,7 +193,8 @@ class _Running:
 
 class _Worker:
     def __init__(self, process: asyncio.subprocess.Process, limit_s: float):
-        self._process, self._limit_s = process, limit_s
+        assert process.stdin is not None and process.stdout is not None
+        self._process, self._stdin, self._limit_s = process, process.stdin, limit_s
         self._frames = Frames(process.stdout, process.stdin, FromWorker)
         self._numbers = itertools.count()
         self.running: dict[int, _Running] = {}
@@ -248,7 +250,7 @@ class _Worker:
         if self._process.returncode is None:
             with suppress(ProcessLookupError):
                 os.kill(self._process.pid, signal.SIGKILL)  # asyncio's own loses the exit code of one that has ended
-        self._process.stdin.close()
+        self._stdin.close()
         await self._process.wait()
 
     def _send(self, message: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from collections import Counter, deque
+from collections import defaultdict, deque
 from typing import Any
 
 import numpy as np
@@ -88,7 +88,7 @@ class History:
 
     def histogram(self, key: str) -> list[list[float]]:
         """Returns [values, shares] of the counts of all updates together."""
-        total: Counter[int] = Counter()
+        total: defaultdict[int, float] = defaultdict(float)
         for _, counts in self._counts.get(key, []):
             for value, count in counts.items():
                 total[int(value)] += count

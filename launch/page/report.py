@@ -25,7 +25,7 @@ from areal_megatron.run.folder import RunFolder, is_trainer
 
 def write_report(run: RunFolder, out: Path) -> None:
     """Writes the page and the run's timeline.json. Raises ConfigError if the folder is no run, and OSError."""
-    config_file.load_run(run.folder)
+    config = config_file.load_run(run.folder)
     watched = Watched(run)
     watched.refresh()
     merge(run)
@@ -38,7 +38,7 @@ def write_report(run: RunFolder, out: Path) -> None:
         phase = overview["phase"] or watched.status.phase or "unknown"
         incomplete = f"This run is incomplete: {overview['done']} of {overview['updates']} updates, phase “{phase}”. "
         overview["problem"] = f"{incomplete}Its processes' logs are in logs/ of the run folder. {overview['problem']}"
-    drawn = watched.drawn()
+    drawn = watched.drawn(config)
     if rows := _publish_rows(read_spans(run)):
         head = ("trainer, tokens/s of a rank", "steps that meet a publish", "other steps", "share kept")
         drawn["tables"].insert(1, {"title": "What publishing costs", "head": head, "rows": rows})
@@ -52,7 +52,7 @@ def write_comparison(folder: Path, out: Path) -> None:
     overview = watched.overview()
     for line in overview["runs"]:
         line["state"] = "" if line["state"] == "silent" else line["state"]  # nobody waits for a sign of life
-    curves = {name: one.drawn() for name, one in watched.runs.items() if one.config}
+    curves = {name: one.drawn(one.config) for name, one in watched.runs.items() if one.config}
     write_atomically(out, inlined({"overview": overview, "curves": curves}))
 
 

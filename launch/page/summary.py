@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import is_dataclass
 from statistics import mean, median
-from typing import Any
+from typing import Any, TypeGuard
 
 from areal_megatron.config import Config, config_fields
 from areal_megatron.launch.page.history import History
@@ -87,8 +87,8 @@ def _evaluation(evaluation: dict[str, Any], is_supervised: bool) -> Iterator[tup
 def _interval(figure: Any) -> str:
     if not isinstance(figure, dict) or not _is_number(figure.get("value")):
         return ""
-    ends = [figure.get("low"), figure.get("high")]
-    around = f" ({100 * ends[0]:.1f} – {100 * ends[1]:.1f})" if all(map(_is_number, ends)) else ""
+    low, high = figure.get("low"), figure.get("high")
+    around = f" ({100 * low:.1f} – {100 * high:.1f})" if _is_number(low) and _is_number(high) else ""
     return f"{100 * figure['value']:.1f}%{around}"
 
 
@@ -97,5 +97,5 @@ def _duration(seconds: float) -> str:
     return f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float)

@@ -7,7 +7,7 @@ import time
 from statistics import median
 from typing import Any
 
-from areal_megatron.config import ConfigError, config_file
+from areal_megatron.config import Config, ConfigError, config_file
 from areal_megatron.launch.page.evaluated import Evaluated
 from areal_megatron.launch.page.history import MOST_POINTS, History
 from areal_megatron.launch.page.summary import tables
@@ -16,6 +16,7 @@ from areal_megatron.observe.figures import GREY, HELD_OUT, Figure, sections
 from areal_megatron.observe.metrics import read_status
 from areal_megatron.observe.process_rows import HEAD, rows
 from areal_megatron.observe.records import GONE_S, LaunchRecord, Pulse, read_record
+from areal_megatron.observe.status import Status
 from areal_megatron.process.shown import visible
 from areal_megatron.run.folder import RunFolder
 
@@ -30,11 +31,13 @@ class Watched:
     """What is known of a run, whether it has begun, goes on or has ended."""
 
     def __init__(self, run: RunFolder):
-        self.run, self.config = run, None
+        self.run = run
+        self.config: Config | None = None
         self.history, self._evaluated = History(run), Evaluated(run)
-        self._pulse, self._first, self._seen_at = Pulse(run, GONE_S), None, 0.0
+        self._pulse, self._seen_at = Pulse(run, GONE_S), 0.0
+        self._first: LaunchRecord | None = None
         self._problem = ""
-        self.status: dict[str, Any] = {}
+        self.status = Status()
         """The last status.json that could be read."""
         self._overview: dict[str, Any] = {}
         self._curves = (-1, b"")
@@ -52,7 +55,7 @@ class Watched:
         self._overview = self._look()
         self._seen_at = time.monotonic()
         if self.config and self._curves[0] != self.history.revision:
-            self._curves = self.history.revision, as_json(self.drawn())
+            self._curves = self.history.revision, as_json(self.drawn(self.config))
 
     def overview(self) -> dict[str, Any]:
         """What the last look has found; without a `state` before the first."""
@@ -71,60 +74,60 @@ class Watched:
         return {"revision": self._evaluated.revision, "evaluations": self._evaluated.shown}
 
     def _look(self) -> dict[str, Any]:
-        record, last = read_record(self.run), self.history.last
+        config, record, last = self.config, read_record(self.run), self.history.last
         self.status = status = read_status(self.run)
         self._first = self._first or record
-        state = self._pulse.state() if record else "not started" if self.config else "not begun"
-        if state == "running" and record == self._first and abs(time.time() - record.time) > GONE_S:
+        state = self._pulse.state() if record else "not started" if config else "not begun"
+        if record and state == "running" and record == self._first and abs(time.time() - record.time) > GONE_S:
             state = "silent"  # until the launcher is seen to write, or not to
         return {
-            "name": self.config.name if self.config else self.run.folder.name,
+            "name": config.name if config else self.run.folder.name,
             "folder": str(self.run.folder),
-            "mode": self.config.mode if self.config else "",
+            "mode": config.mode if config else "",
             "state": state,
             "phase": status.phase if state == "running" else "",
             "version": max(status.version, last.get("version", 0)),
-            "updates": self.config.updates if self.config else 0,
+            "updates": config.updates if config else 0,
             "updated": last.get("time"),
             "now": time.time(),
             "elapsed_s": status.elapsed_s,
             "done": self.history.done,
-            "facts": self._facts(record) if self.config else [],
-            "advice": self._advice() if self.config else "",
-            "cards": [card for card in self._cards() if card[0]] if self.config else [],
+            "facts": self._facts(config, record) if config else [],
+            "advice": self._advice(config) if config else "",
+            "cards": [card for card in self._cards(config) if card[0]] if config else [],
             "processes": {"head": HEAD, "rows": rows(record, status, False) if record else []},
             "problem": self._problem,
         }
 
-    def _facts(self, record: LaunchRecord | None) -> list[tuple[str, str]]:
+    def _facts(self, config: Config, record: LaunchRecord | None) -> list[tuple[str, str]]:
         """What the heading says of the run, as (name, value)."""
-        unit = "steps" if self.config.is_supervised else "updates"
-        mode = _MODES.get(self.config.mode, "asynchronous PPO")
+        unit = "steps" if config.is_supervised else "updates"
+        mode = _MODES.get(config.mode, "asynchronous PPO")
         facts = [
-            ("", f"{mode}, {self.history.done} of {self.config.updates} {unit}"),
-            ("model", str(self.config.model.path)),
-            ("data", str(self.config.data.train)),
+            ("", f"{mode}, {self.history.done} of {config.updates} {unit}"),
+            ("model", str(config.model.path)),
+            ("data", str(config.data.train)),
             ("commit", record.commit if record else ""),
             ("host", record.launcher if record else ""),
         ]
         return [(name, value) for name, value in facts if value]
 
-    def _advice(self) -> str:
-        found = advise(self.config, self.history.lately)
+    def _advice(self, config: Config) -> str:
+        found = advise(config, self.history.lately)
         return found.line if found else ""
 
-    def _cards(self) -> list[tuple[str, str]]:
+    def _cards(self, config: Config) -> list[tuple[str, str]]:
         def recent(key: str, form: str, scale: float = 1.0) -> str:
             values = self.history.values(key)[-10:]
             return form.format(median(values) * scale) if len(values) else ""
 
-        if self.config.is_supervised:
+        if config.is_supervised:
             losses = self.history.values("loss")
             loss = f"{losses[0]:.2f} → {losses[-1]:.3f}" if len(losses) else ""
             return [(loss, "loss"), (recent("tokens_per_s", "{:,.0f}"), "tokens/s")]
         measured = [e["accuracy"] for e in self.history.evaluations if e.get("accuracy") is not None]
         held_out = [f"{100 * accuracy:.0f}%" for accuracy in measured]
-        bound, stalest = self.config.rollout.max_staleness, self.history.values("staleness_max")
+        bound, stalest = config.rollout.max_staleness, self.history.values("staleness_max")
         return [
             (" → ".join([*held_out[:1], *held_out[1:][-1:]]), "held-out accuracy"),
             (recent("reward_mean", "{:.2f}"), "reward"),
@@ -134,19 +137,20 @@ class Watched:
             (recent("commit_s", "{:.0f} ms", 1000), "commit"),
         ]
 
-    def drawn(self) -> dict[str, Any]:
-        """Returns the tables, and the sections with the points of their curves, of a run whose config is known."""
-        shown = sections(self.config, self.history.keys)
+    def drawn(self, config: Config) -> dict[str, Any]:
+        """Returns the tables, and the sections with the points of their curves, of a run with this config."""
+        shown = sections(config, self.history.keys)
         return {
-            "x": "step" if self.config.is_supervised else "policy version",
-            "end": self.config.updates,
-            "tables": tables(self.config, self.history, self.status.elapsed_s),
+            "x": "step" if config.is_supervised else "policy version",
+            "end": config.updates,
+            "tables": tables(config, self.history, self.status.elapsed_s),
             "sections": [
-                {"title": s.title, "text": s.text, "figures": [self._figure(f) for f in s.figures]} for s in shown
+                {"title": s.title, "text": s.text, "figures": [self._figure(f, config) for f in s.figures]}
+                for s in shown
             ],
         }
 
-    def _figure(self, figure: Figure) -> dict[str, Any]:
+    def _figure(self, figure: Figure, config: Config) -> dict[str, Any]:
         share = figure.kind in ("accuracy", "utilisation", "histogram")
         drawn = {"title": figure.title, "unit": figure.unit, "zero": figure.zero or share, "log": figure.log}
         drawn |= {"share": share, "kind": figure.kind, "curves": []}
@@ -159,7 +163,7 @@ class Watched:
         if figure.kind == "utilisation":
             drawn["unit"] = "share of an update's time at work"
         if figure.kind == "histogram":
-            drawn["bound"] = self.config.rollout.max_staleness
+            drawn["bound"] = config.rollout.max_staleness
         if figure.kind == "held_out":
             key = figure.curves[0].key
             found = [(e["version"], e[key]) for e in self.history.evaluations[-MOST_POINTS:] if e.get(key) is not None]
@@ -183,7 +187,9 @@ class Watched:
         for e in sorted(self.history.evaluations[-MOST_POINTS:], key=lambda e: e["version"]):
             for file, figures in (e.get("files") or {}).items():
                 average = figures.get(f"avg@{e.get('n')}")
-                known = [average.get(key) for key in ("value", "low", "high")] if isinstance(average, dict) else [None]
+                if not isinstance(average, dict):
+                    continue
+                known: list[Any] = [average.get(key) for key in ("value", "low", "high")]
                 if None not in known:
                     points.setdefault(file, []).append((e.get("version_mean") or e["version"], *known))
         curves = []

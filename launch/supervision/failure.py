@@ -64,8 +64,9 @@ class Failure:
     def of(cls, process: Child | Remote, ended: str = "") -> Failure:
         """`process` has ended; `ended` says why, if this launcher has ended it."""
         said = cause(process.last_bytes(_SEARCHED_BYTES).decode(errors="replace"))
-        lines, out_of_memory = process.last_lines(), process.out_of_memory
-        return cls(process.name, process.exit_code, process.log, lines, said, ended, out_of_memory)
+        lines, code, out_of_memory = process.last_lines(), process.exit_code, process.out_of_memory
+        assert code is not None
+        return cls(process.name, code, process.log, lines, said, ended, out_of_memory)
 
     @property
     def is_refusal(self) -> bool:

@@ -47,14 +47,20 @@ class Hosts(Protocol):
             hosts.by_name["trainer-0"].exit_code  # None while it runs
     """
 
-    by_name: Mapping[str, Child | Remote]
     lost: set[str]
     """Processes of engines that are gone with their nodes; the run continues without them."""
-    guardian: int | None
-    """The process of this machine, if there is one, that ends all others if this one is killed (guardian.py)."""
 
-    def supervisor(self, process: Process) -> str:
-        """Returns the name of the supervisor that is to start the process."""
+    @property
+    def by_name(self) -> Mapping[str, Child | Remote]: ...
+
+    @property
+    def guardian(self) -> int | None:
+        """The process of this machine, if there is one, that ends all others if this one is killed (guardian.py)."""
+
+    @property
+    def supervisor(self) -> Callable[[Process], str]:
+        """What returns the name of the supervisor that is to start a process."""
+        ...
 
     def start(self, order: StartOrder) -> None: ...
 
@@ -66,6 +72,9 @@ class Hosts(Protocol):
 
     def end(self, keep: Collection[str] = ()) -> None:
         """Ends all processes but those to `keep`, and forgets them. Raises HostError if they do not end."""
+
+    def __enter__(self) -> Hosts: ...
+    def __exit__(self, *error) -> None: ...
 
 
 class Here:
@@ -120,6 +129,7 @@ class Channel(Protocol):
 
     def receive(self) -> list[Event]:
         """Returns the events since the last call, without waiting. Raises HostError if the connection is lost."""
+        ...
 
     def close(self) -> None:
         """Makes the supervisors end their processes and themselves."""

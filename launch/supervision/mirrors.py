@@ -53,6 +53,7 @@ class Mirrors:
         otherwise only shortly."""
         deadline = time.monotonic() + (END_S if wait else 0) + _LONGER_S
         for process in self._processes.values():
+            assert process.stdin is not None
             with suppress(OSError):
                 process.stdin.close()
         for name, process in self._processes.items():

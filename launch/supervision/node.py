@@ -105,7 +105,7 @@ def hello(name: str, pool: str = "") -> NodeHello:
 def main() -> int:
     guard()
     parser = argparse.ArgumentParser(
-        prog="python -m areal_megatron.launch.supervision.node", description=__doc__.split("\n")[0]
+        prog="python -m areal_megatron.launch.supervision.node", description=(__doc__ or "").split("\n")[0]
     )
     parser.add_argument("--pool", default="", choices=["", "trainer", "rollout"])
     parser.add_argument("--silence-s", type=float, required=True, help="machine.silence_s of the run")
@@ -130,11 +130,12 @@ def follow(supervisor: Supervisor, orders: queue.Queue[Order | None], silence_s:
         taken = _take(orders)
         if any(isinstance(order, Leave) for order in taken):
             return True
-        if None in taken:
+        told = [order for order in taken if order is not None]
+        if len(told) < len(taken):
             return False
-        if taken:
+        if told:
             heard = clock.now()
-        for event in supervisor.step(taken):
+        for event in supervisor.step(told):
             _say(event)
     return False
 

@@ -182,7 +182,7 @@ def start_order(
             settings |= {GPU_SHARE: f"{shares.engine:.4f}", KV_CACHE_BYTES: str(shares.kv_cache)}
     elif process.slots:
         settings |= ON_CPU
-        cores = [slot.id for slot in process.slots]
+        cores = [int(slot.id) for slot in process.slots]
     return StartOrder(supervisor, process.name, command, settings, str(run.log(process.name)), cores)
 
 

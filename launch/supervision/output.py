@@ -31,7 +31,7 @@ class _Unfailing:
             self._stream.flush()
 
     @property
-    def unguarded(self) -> TextIO:
+    def unguarded(self) -> _Unfailing:
         return _Unfailing(getattr(self._stream, "unguarded", self._stream))
 
     def __getattr__(self, name: str) -> Any:

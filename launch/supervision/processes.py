@@ -155,14 +155,17 @@ class Children:
 
     def _new_guardian(self) -> subprocess.Popen:
         command = [sys.executable, "-m", "areal_megatron.launch.supervision.guardian", self._temporary]
-        return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        assert process.stdin is not None
+        self._guardian_hears = process.stdin
+        return process
 
     def _tell_guardian(self, child: Child) -> None:
         if child.pid is None:
             return
         with suppress(BrokenPipeError):  # it has just been killed: the next one learns of all
-            self._guardian.stdin.write(f"{child.pid}\n".encode())
-            self._guardian.stdin.flush()
+            self._guardian_hears.write(f"{child.pid}\n".encode())
+            self._guardian_hears.flush()
 
     def _keep_guardian(self) -> None:
         """Starts another guardian if that was killed."""
@@ -175,7 +178,7 @@ class Children:
                 flush=True,
             )
         with suppress(BrokenPipeError):
-            self._guardian.stdin.close()
+            self._guardian_hears.close()
         self._guardian, self._guardians = self._new_guardian(), self._guardians + 1
         for child in self.by_name.values():
             self._tell_guardian(child)
@@ -277,7 +280,7 @@ def _uninterrupted() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def end_sessions(sessions: set[int], shared: SharedMemory, grace_s: float = 3.0) -> set[psutil.Process]:
+def end_sessions(sessions: Collection[int | None], shared: SharedMemory, grace_s: float = 3.0) -> set[psutil.Process]:
     """Ends every process of the sessions: SIGTERM to their leaders, then SIGKILL to all that are left. Returns them;
     some may not be gone yet, as the kernel first frees their memory, on GPUs too.
 
@@ -331,7 +334,7 @@ def _wait(condition: Callable[[], bool], timeout_s: float) -> None:
         time.sleep(0.05)
 
 
-def _members(sessions: set[int]) -> list[psutil.Process]:
+def _members(sessions: Collection[int | None]) -> list[psutil.Process]:
     """Returns the living processes that belong to one of the sessions."""
     members = []
     for process in psutil.process_iter():

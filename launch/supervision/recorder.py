@@ -12,7 +12,8 @@ from pathlib import Path
 
 import msgspec
 
-from areal_megatron.launch.supervision.processes import Log
+from areal_megatron.launch.supervision.hosts import Remote
+from areal_megatron.launch.supervision.processes import Child
 from areal_megatron.observe.records import RECORD_S, LaunchRecord, ProcessRecord
 from areal_megatron.planning.pools import Placement
 from areal_megatron.process.files import write_atomically
@@ -27,7 +28,7 @@ class Recorder:
         self._written, self._codes, self._commit = 0.0, {}, commit()
         self._lock, self._over, self._failed = threading.Lock(), False, False
 
-    def write(self, processes: Mapping[str, Log], restarts_left: int, outcome: str = "") -> None:
+    def write(self, processes: Mapping[str, Child | Remote], restarts_left: int, outcome: str = "") -> None:
         """Writes a record if an exit code changed, the last record is RECORD_S old or the run ended; nothing after its
         end. Call it often.
 

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 from areal_megatron.checkpoint import folder as checkpoint_folder
 from areal_megatron.checkpoint import peft
@@ -23,7 +24,7 @@ from areal_megatron.data.check import check_data
 from areal_megatron.data.drawing import Member, goes_on, saved_in
 from areal_megatron.data.dumps import check_same, check_tokens, recorded
 from areal_megatron.data.dumps import read as read_dump
-from areal_megatron.data.prompts import drawing_of
+from areal_megatron.data.prompts import Prompt, drawing_of
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.engine import served
 from areal_megatron.hub import hub
@@ -52,7 +53,7 @@ _LISTS, _COUNTS = "SLURM_JOB_GPUS", "SLURM_GPUS"
 """How the names begin of the variables in which Slurm tells a job of its GPUs: their numbers, and how many."""
 
 
-def parser(module: str, description: str) -> argparse.ArgumentParser:
+def parser(module: str, description: str | None) -> argparse.ArgumentParser:
     """Returns a parser of the arguments that all launchers have."""
     made = Parser(module, description)
     made.add_config()
@@ -332,8 +333,9 @@ def check_input(config: Config, weights: bool = True) -> Sequence[Member]:
             load_group_function(own.reward.group_function)
         check_workflow(own)
     if config.mode == "rl":
-        try_rewards(config, members, lambda line: print(line, file=sys.stderr))
-        try_workflows(config, members, lambda line: print(line, file=sys.stderr))
+        prompts = cast(Sequence[Prompt], members)
+        try_rewards(config, prompts, lambda line: print(line, file=sys.stderr))
+        try_workflows(config, prompts, lambda line: print(line, file=sys.stderr))
     return members
 
 

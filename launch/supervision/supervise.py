@@ -338,7 +338,8 @@ def _failure(processes: Mapping[str, Child | Remote], hosts: Hosts, left: Collec
     hosts.refresh()
 
     def lateness(c: Child | Remote) -> tuple:
-        return c.exit_code != REFUSED, c.exit_code == 0, c.exit_code > 0, c.name == "controller", c.last_write
+        code = c.exit_code or 0  # it has ended
+        return code != REFUSED, code == 0, code > 0, c.name == "controller", c.last_write
 
     return min(bad(), key=lateness)
 

@@ -91,9 +91,10 @@ class RawLink:
             )
         )
         members = Members.of(plan)
-        member = members.trainer(rank) if self._sends else members.engine(rank - trainers.ranks)
-        if member is not None:
-            self._link.join(members, member)
+        if not self._sends:
+            self._link.join(members, members.engine(rank - trainers.ranks))
+        elif rank in members.senders:
+            self._link.join(members, members.trainer(rank))
 
     def start(self) -> list[Message]:
         deadline, exchange = Deadline(self._timeout_s), self._link.send if self._sends else self._link.receive

@@ -115,7 +115,8 @@ def engine_options(
     inside = [tp for tp in _powers(cluster.gpus) if cluster.gpus % tp == 0]
     several = [cluster.gpus * count for count in _powers(cluster.nodes) if count > 1]
     own = config.rollout.tp
-    for tp in dict.fromkeys((*inside, *([own] if own <= cluster.size else []), *several)):
+    sizes: list[int] = [*inside, *([own] if own <= cluster.size else []), *several]
+    for tp in dict.fromkeys(sizes):
         if found and tp in several and tp != own:
             continue
         for staging in dict.fromkeys((config.reshard.staging, "streamed")):

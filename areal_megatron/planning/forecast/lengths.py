@@ -66,6 +66,6 @@ class RecordedLengths:
         return cls([(prompt, np.maximum(answers, 1)) for prompt, answers in found.values()])
 
     def group(self, rng: np.random.Generator, count: int) -> tuple[int, np.ndarray]:
-        prompt, answers = self.groups[rng.integers(len(self.groups))]
+        prompt, answers = self.groups[int(rng.integers(len(self.groups)))]
         own = answers if len(answers) == count else rng.choice(answers, count)
         return prompt, np.asarray(own, dtype=np.int64)

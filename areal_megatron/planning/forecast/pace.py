@@ -112,7 +112,7 @@ def pace(
     prompts = batch / n / engines * engine.prefill(lengths.prompt, lengths.prompt**2 / 2)
     held, most = FULL * kv_tokens / lengths.context, float(rollout.max_running)
     whole_groups = lengths.answer / lengths.group_longest  # a group is under way until its longest answer has ended
-    update, decoding, tail, running = training + network, 0.0, 0.0, 1.0
+    update, decoding, tail, running, admitted = training + network, 0.0, 0.0, 1.0, 0.0
     for _ in range(_ROUNDS):
         under_way = eta + 0.5 - min(training / update, 1.0)
         admitted = max(under_way * whole_groups, lengths.answer / lengths.longest) * batch / engines

@@ -165,6 +165,7 @@ class Search:
         check_model(replace(config, trainer=TrainerConfig(), rollout=replace(config.rollout, tp=1)), weights=False)
         self._engines, nearest = engine_options(config, self._hf_config, gpu, cluster)
         if not self._engines:
+            assert nearest is not None
             raise ConfigError(
                 f"--best: no engine has room for an answer of {config.longest_sequence:,} tokens with its prompt on "
                 f"GPUs of {cluster.gib:g} GiB; the nearest, {nearest.layout}, lacks {nearest.gib:.2f} GiB: lower "

@@ -433,7 +433,7 @@ class Simulator:
 
     def _committed(self, engine: SimulatedEngine, version: int) -> None:
         if self._engines.get(engine.number) is engine:
-            is_first = version > self.schedule.newest
+            is_first = self.schedule.newest is None or version > self.schedule.newest
             self.schedule.committed(engine.number, version)
             self._dispatch(self._engines.values() if is_first else [engine])  # by the first, all have larger shares
 

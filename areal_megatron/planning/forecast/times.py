@@ -20,6 +20,7 @@ def times_of(config: Config, gpu: Accelerator, node_gpus: int = 8, gib: float = 
     hf_config = trained_config(config)
     memory = plan_memory(config, hf_config, gib or gpu.gib)
     config = memory.recompute.apply(config)
+    assert memory.engine is not None  # of a run with engines
     return config, Times(
         EngineTime(config, hf_config, gpu, node_gpus),
         TrainerTime(config, hf_config, gpu, node_gpus),

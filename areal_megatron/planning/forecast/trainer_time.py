@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from areal_megatron.config import Config
 from areal_megatron.models.architecture import architecture
@@ -76,12 +77,12 @@ class TrainerTime:
         """What all passes take of the FLOPs of a forward pass's products: frozen weights have no gradient."""
         self._counted = frozenset(OVERHEADS)
 
-    def update(self, prompts: Sequence[int], answers: Sequence[int], seed: int = 0) -> float:
+    def update(self, prompts: ArrayLike, answers: ArrayLike, seed: int = 0) -> float:
         """Returns the time of an update on sequences with these numbers of prompt and answer tokens, in the order of
         the batch, groups together."""
         return self.of_packed(self.packed(prompts, answers, seed))
 
-    def packed(self, prompts: Sequence[int], answers: Sequence[int], seed: int = 0) -> PackedBatch:
+    def packed(self, prompts: ArrayLike, answers: ArrayLike, seed: int = 0) -> PackedBatch:
         """Returns the micro-batches into which the controller divides such a batch."""
         config = self._config
         trained = np.asarray(answers, dtype=np.int64)
@@ -140,7 +141,8 @@ class TrainerTime:
         [mini-batches, replicas] each."""
         recomputed = 3 * (flops_ratio(self._config, self._hf_config, batch.mean_length) - 1)
         recomputed *= RECOMPUTED in self._counted
-        forward, backward = self._microbatches(*batch.sums, recomputed)
+        tokens, trained, pairs = batch.sums
+        forward, backward = self._microbatches(tokens, trained, pairs, recomputed)
         return self._in_pipeline(forward, batch.counts), self._in_pipeline(forward + backward, batch.counts)
 
     def model_flops(self, lengths: np.ndarray, trained: np.ndarray) -> float:

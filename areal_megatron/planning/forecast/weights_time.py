@@ -34,7 +34,9 @@ class WeightsTime:
         element, sizes = ITEMSIZE[config.model.dtype], EngineSizes.of(config.rollout)
         adapter = served(config, hf_config)
         shard = max(layout(hf_config, sizes, rank, adapter).size for rank in range(sizes.ranks))
-        sent = max(weight_traffic(config, hf_config).sent)
+        traffic = weight_traffic(config, hf_config)
+        assert traffic is not None  # of a run with engines
+        sent = max(traffic.sent)
         saved = checkpoint_bytes(config, hf_config) / config.trainer_ranks
         return cls.of_bytes(config, gpu, sent * element, shard * element, saved)
 

@@ -52,7 +52,7 @@ class MemoryPlan:
     @property
     def shares(self) -> GpuShares | None:
         """How the ranks on a GPU divide it; None if each has its own, and if its memory is unknown."""
-        if not (self.shared and self.gpu_gib):
+        if not (self.shared and self.gpu_gib and self.engine):
             return None
         # Half of what the plan leaves free is the trainer's, so that a small error of the plan ends nothing. Bounded,
         # its allocator gives memory back that it keeps for later instead of taking what a starting engine needs.
@@ -92,7 +92,7 @@ class MemoryPlan:
         lines = [line for rank in ranks if rank for line in _lines(rank, self.gpu_gib)]
         free = f"; {_gib(round(self.gpu_gib * GIB) - self.trainer.total)} GiB of a GPU stay free"
         lines += [f"{self.recompute}{free if self.gpu_gib and not self.shared else ''}"]
-        if self.shares:
+        if self.shares and self.engine:
             used = self.trainer.total + self.engine.total
             lines += [
                 f"machine.shared: a trainer rank {_gib(self.trainer.total)} + an engine rank {_gib(self.engine.total)} "

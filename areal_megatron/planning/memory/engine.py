@@ -56,7 +56,8 @@ def engine_memory(
         parts.append(MemoryPart("adapters", element * size, note))
     if on_cuda:
         tokens = batched_tokens(config)
-        peers = 0 if frozen else weight_traffic(config, hf_config).sources
+        traffic = None if frozen else weight_traffic(config, hf_config)
+        peers = traffic.sources if traffic else 0
         own, linked = COMMUNICATOR * (sizes.ranks > 1), config.link == "device" and not frozen
         note = f"a communicator with {peers} of the trainers, and the one that takes its place; an allowance"
         parts += [

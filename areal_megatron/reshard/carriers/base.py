@@ -102,9 +102,9 @@ class Members:
     def __len__(self) -> int:
         return len(self.senders) + self.engine_ranks
 
-    def trainer(self, rank: int) -> int | None:
-        """Returns the number of a trainer rank among the members, or None if it sends nothing."""
-        return self.senders.index(rank) if rank in self.senders else None
+    def trainer(self, rank: int) -> int:
+        """Returns the number of a trainer rank that sends among the members."""
+        return self.senders.index(rank)
 
     def engine(self, rank: int) -> int:
         """Returns the number of an engine rank among the members."""

@@ -15,8 +15,10 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from typing import Any
 
 import torch
+import torch.cuda.nccl
 import torch.distributed as dist
 from torch import Tensor
 
@@ -83,7 +85,7 @@ class Nccl(Carrier):
     def receive(self, flat: Tensor, peer: int, tag: int) -> dist.Work:
         return self._live().recv([flat], peer, tag)
 
-    def _live(self) -> dist.Backend:
+    def _live(self) -> Any:  # of a ProcessGroupNCCL torch's stubs know neither send nor recv
         group = self.group
         if group is None:
             raise RuntimeError(_GIVEN_UP)
@@ -109,7 +111,7 @@ class Nccl(Carrier):
             threading.Thread(target=_end, args=(held,), name=f"end-{self.end.name}", daemon=True).start()
 
 
-def _end(held: list[dist.Backend]) -> None:
+def _end(held: list[dist.ProcessGroupNCCL]) -> None:
     """Ends the group in `held`, to which nothing else refers any more."""
     group = held.pop()
     with contextlib.suppress(RuntimeError):  # the group may have failed already
@@ -127,7 +129,7 @@ def library() -> str:
     return f"NCCL {major}.{rest // 100}.{rest % 100}"
 
 
-def _group(store: dist.Store, member: int, members: int, timeout_s: float) -> dist.Backend:
+def _group(store: dist.Store, member: int, members: int, timeout_s: float) -> dist.ProcessGroupNCCL:
     """Returns a group that has one communicator once `eager_connect_single_device` was called, which every member must.
 
     Otherwise torch would make one for each pair that exchanges messages (ProcessGroupNCCL::pointToPoint), with buffers
@@ -154,11 +156,11 @@ class _PolledStore(dist.Store):
     """A store for torch that never waits inside torch: a TCPStore that waits for a key keeps all threads of the process
     from using it. `wait` is called with each key that is asked for; it returns when the key is set, or raises."""
 
-    def __init__(self, keys: dist.Store, wait: Callable[[str], None]):
+    def __init__(self, keys: dist.Store, wait: Callable[[str], object]):
         super().__init__()
         self._keys, self._wait = keys, wait
 
-    def set(self, key: str, value: bytes) -> None:
+    def set(self, key: str, value: Any) -> None:  # bytes, where torch's stub says str
         self._keys.set(key, value)
 
     def get(self, key: str) -> bytes:

@@ -540,7 +540,7 @@ def _serve_keys(stream: Stream, keys: dist.Store, on_end: Callable[[str], None])
 def _carry_out(request: _Request, keys: dist.Store) -> list[bytes]:
     match request:
         case _Request("set", [key], [value]):
-            keys.set(key, value)
+            keys.set(key, value)  # pyright: ignore[reportArgumentType]: torch's stub says str, and its store takes bytes
             return []
         case _Request("compare_set", [key], [expected, value]):
             return [keys.compare_set(key, expected.decode(), value.decode())]

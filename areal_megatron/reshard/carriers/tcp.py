@@ -23,9 +23,12 @@ _SECRET_BYTES = 32
 class Tcp(Carrier):
     """A stream for each pair of members. Engine ranks listen, trainer ranks dial."""
 
-    library = "TCP"
     group: Streams | None = None
     _listener: Listener | None = None
+
+    @property
+    def library(self) -> str:
+        return "TCP"
 
     def join(self, keys: dist.Store, members: Members, member: int) -> None:
         self._keys, self._members, self._member = keys, members, member

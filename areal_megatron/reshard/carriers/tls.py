@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
+from typing import cast
 
 import torch.distributed as dist
 
@@ -16,31 +17,34 @@ class Tls(Carrier):
     """A stream for each pair of members, and one for the keys of each engine rank. Trainer ranks dial, engine ranks
     listen."""
 
-    library = "TLS"
-
     def __init__(self, end: LinkEnd):
         super().__init__(end)
         self._name = f"{end.store} {end.engine}/{end.generation}"
         self._served: list[Stream] = []
         self._ends: list[Streams | RemoteKeys] = []
 
-    def keys(self) -> dist.Store | RemoteKeys:
+    @property
+    def library(self) -> str:
+        return "TLS"
+
+    def keys(self) -> dist.Store:
         site = self.end.site
-        if isinstance(site, Dialer):
+        if not isinstance(site, Listener):
             return super().keys()
         site.begin(self._name)
         keys = RemoteKeys(functools.partial(site.take, self._name, KEYS), self.end.timeout_s)
         self._ends.append(keys)
-        return keys
+        return cast(dist.Store, keys)  # it has the methods of one that links call
 
     def serve(self, engine_ranks: int, keys: dist.Store, on_lost: Callable[[int, str], None]) -> None:
-        deadline = time.monotonic() + self.end.timeout_s
+        site, deadline = self.end.site, time.monotonic() + self.end.timeout_s
+        assert isinstance(site, Dialer)
         for rank in range(engine_ranks):
-            stream = self.end.site.dial(rank, self._name, KEYS, deadline)
+            stream = site.dial(rank, self._name, KEYS, deadline)
             self._served.append(stream)
             serve_keys(stream, keys, functools.partial(on_lost, rank))
 
-    def join(self, keys: dist.Store | RemoteKeys, members: Members, member: int) -> None:
+    def join(self, keys: dist.Store, members: Members, member: int) -> None:
         self._members, self._member = members, member
         self.group = Streams(self._open, self.end.timeout_s)
         self._ends.append(self.group)
@@ -54,4 +58,5 @@ class Tls(Carrier):
         site = self.end.site
         if isinstance(site, Listener):
             return site.take(self._name, f"member {peer}", until)
+        assert isinstance(site, Dialer)
         return site.dial(peer - len(self._members.senders), self._name, f"member {self._member}", until)

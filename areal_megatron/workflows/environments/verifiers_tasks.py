@@ -7,6 +7,8 @@ Needs verifiers 0.4 and uv, in a Python of their own. `--env JSON`, for both com
 environment's config; by default its agent is a chat without tools in this machine's own processes.
 """
 
+# it has a Python of its own
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import argparse
@@ -95,7 +97,7 @@ class Tasks:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("command", choices=["rows", "serve"])
     parser.add_argument("taskset", metavar="TASKSET", help="the name of an installed taskset, or of a module")
     parser.add_argument("--env", type=json.loads, default={}, metavar="JSON", help="default: a chat without tools")
