@@ -17,6 +17,10 @@ START_S = 60.0
 MINE = ("chromium", "chromium-browser", "google-chrome")
 
 
+class Navigated(Exception):
+    """The page was left for another one before the browser could answer."""
+
+
 class Chromium:
     """One tab. `errors` holds what its pages wrote on the console as errors or warnings, and exceptions in them.
 
@@ -89,12 +93,20 @@ class Chromium:
         return found["result"].get("value")
 
     def wait(self, expression: str, timeout_s: float = 20.0):
-        """Waits until an expression is true, and returns its value."""
+        """Waits until an expression is true, also of the page to which a link is leading meanwhile, and returns its
+        value."""
         deadline = time.monotonic() + timeout_s
-        while not (found := self.value(expression)):
+        while not (found := self._value_there(expression)):
             assert time.monotonic() < deadline, f"not true within {timeout_s:g} s: {expression}; {self.errors}"
             time.sleep(0.05)
         return found
+
+    def _value_there(self, expression: str):
+        """Returns the value of an expression; None if the page is left before it is known."""
+        try:
+            return self.value(expression)
+        except Navigated:
+            return None
 
     def screenshot(self, path: Path) -> None:
         """Writes a PNG of the whole page."""
@@ -134,6 +146,8 @@ class Chromium:
         while True:
             message = await self._socket.receive_json(timeout=60)
             if message.get("id") == number:
+                if "navigated" in message.get("error", {}).get("message", ""):
+                    raise Navigated(message["error"]["message"])
                 assert "error" not in message, message["error"]
                 return message["result"]
             self._note(message)
