@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import secrets
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -143,8 +144,9 @@ class Policy:
         self._keys, self._endpoint, self._closed = None, "", False
         Policy._open = self
         try:
+            before = RunFolder(self.folder).announced(CONTROLLER)
             self._run.start(quiet=quiet, tied=True)
-            self._connect()
+            self._connect(before)
             self._ask(GetReady())
         except BaseException:
             self._kill()
@@ -304,12 +306,13 @@ class Policy:
         else:
             self.close()
 
-    def _connect(self) -> None:
+    def _connect(self, before: tuple[int, int] | None) -> None:
+        """`before`: the announcement of the last start's controller, which may still be there for a moment."""
         run = RunFolder(self.folder)
-        while not self._endpoint:
+        while run.announced(CONTROLLER) in (None, before):
             self._look()
-            with suppress(RunError):
-                self._endpoint = run.endpoint(CONTROLLER, _LOOK_S)
+            time.sleep(_LOOK_S)
+        self._endpoint = run.endpoint(CONTROLLER)
         self._keys, self.config = run.keys, config_file.load(run.config)
         self.tokenizer = Tokenizer(self.config.model.path)
         self._version = run.start.version

@@ -555,6 +555,13 @@ class RunFolder:
         except FileNotFoundError:
             return set()
 
+    def announced(self, process: str) -> tuple[int, int] | None:
+        """Returns what tells an announcement of `process` from its next one; None if there is none."""
+        with contextlib.suppress(FileNotFoundError):
+            found = (self.folder / "endpoints" / process).stat()
+            return found.st_ino, found.st_mtime_ns
+        return None
+
     def endpoint(self, process: str, timeout_s: float = 0) -> str:
         """Returns where `process` listens, once it has announced that. Raises RunError after timeout_s."""
         path, deadline = self.folder / "endpoints" / process, time.monotonic() + timeout_s
