@@ -184,8 +184,9 @@ class ModelOptimizer:
 
     def states(self) -> list[Tensor]:
         """Returns the memory in which this rank has its main values, moments and counts of steps."""
+        own = self.own()  # first: it makes the counts too, if there was no step yet
         counts = [state["step"] for state in self._moments() if isinstance(state.get("step"), Tensor)]
-        return [*(values for own in self.own().values() for values in own.states.values()), *counts]
+        return [*(values for part in own.values() for values in part.states.values()), *counts]
 
     @torch.no_grad()
     def begin(self) -> None:
