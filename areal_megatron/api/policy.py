@@ -309,10 +309,13 @@ class Policy:
     def _connect(self, before: tuple[int, int] | None) -> None:
         """`before`: the announcement of the last start's controller, which may still be there for a moment."""
         run = RunFolder(self.folder)
-        while run.announced(CONTROLLER) in (None, before):
+        while not self._endpoint:
             self._look()
-            time.sleep(_LOOK_S)
-        self._endpoint = run.endpoint(CONTROLLER)
+            if run.announced(CONTROLLER) in (None, before):
+                time.sleep(_LOOK_S)
+                continue
+            with suppress(RunError):  # it is started once more
+                self._endpoint = run.endpoint(CONTROLLER)
         self._keys, self.config = run.keys, config_file.load(run.config)
         self.tokenizer = Tokenizer(self.config.model.path)
         self._version = run.start.version
@@ -340,8 +343,8 @@ class Policy:
             raise ConfigError(f"the policy of {self.folder} is closed")
         try:
             with self._client() as client:
-                tickets = [client.request(message) for message in messages]
-                replies = [_wait(client, ticket.number) for ticket in tickets if isinstance(ticket, Ticket)]
+                tickets = [cast(Ticket, client.request(message)) for message in messages]
+                replies = [_wait(client, ticket.number) for ticket in tickets]
         except ControllerError as e:
             self._look()
             raise RunFailed(str(e)) from None

@@ -237,3 +237,12 @@ def test_a_file_system_that_forbids_nothing_is_named(run, monkeypatch):
     monkeypatch.setattr(Path, "chmod", lambda *_: None)
     with pytest.raises(ConfigError, match=r"others may use .*/secret, and its file system forbids nothing: choose"):
         run.make_private()
+
+
+def test_an_announcement_is_told_from_the_one_before_though_both_say_the_same(run):
+    assert run.announced("controller") is None
+    run.announce("controller", "tcp://127.0.0.1:1")
+    before = run.announced("controller")
+    assert before is not None and run.announced("controller") == before
+    run.announce("controller", "tcp://127.0.0.1:1")
+    assert run.announced("controller") not in (None, before)
