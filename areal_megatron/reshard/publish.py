@@ -55,6 +55,8 @@ _LOOKING = ThreadPoolExecutor(2, thread_name_prefix="changes")
 """Looks for changes in several messages at a time; on a CPU a core compares 1 to 3 GB/s."""
 _LOOK_S = 0.5
 """How often a trainer that waits, and the rank that reports, look whether other ranks have given up the update."""
+TO_SAY_WHY_S = 1.0
+"""How much longer those wait who only wait for other ranks: one that is itself inside a message knows which."""
 OnDelivered = Callable[[int, int, int, float, "Received", str], None]
 """(engine, generation, version, seconds since publish, what was received, error or ""); called on the link's thread."""
 
@@ -393,8 +395,8 @@ class Transmission:
     def wait_until_read(self) -> None:
         """Returns when no live parameter is read any more, or will be; at once if it is a trial."""
         self.end_trial("it was a trial, and the next step does not wait for those")
-        # One second more, in which the link's own thread says whom it waited for.
-        overdue = time.monotonic() + self.deadline.left.total_seconds() + 1
+        # A little more, in which the link's own thread says whom it waited for.
+        overdue = time.monotonic() + self.deadline.left.total_seconds() + TO_SAY_WHY_S
         while not self._read.wait(_LOOK_S):
             if failure := self.outlet.failure(self._number):  # which that thread does not hear of inside a message
                 self.give_up(failure)
@@ -424,7 +426,7 @@ class Transmission:
 
     def join(self) -> None:
         """Waits until it has arrived or failed, at most its timeout."""
-        self.thread.join(self.deadline.left.total_seconds() + 1)
+        self.thread.join(self.deadline.left.total_seconds() + 2 * TO_SAY_WHY_S)
 
     def _run(self) -> None:
         outlet, trainer = self.outlet, self.outlet.trainer
@@ -505,7 +507,7 @@ class Transmission:
         ranks = range(outlet.plan.destinations)
         received = {f"received/{n}/{rank}": f"engine rank {rank} to have received update {n}" for rank in ranks}
         sent = {f"sent/{n}/{rank}": f"trainer rank {rank} to have sent update {n}" for rank in outlet.members.senders}
-        values = link.wait(received | sent, self.deadline, update=n, stop=lambda: None)
+        values = link.wait(received | sent, self.deadline.later(TO_SAY_WHY_S), update=n, stop=lambda: None)
         told = [link.decode(value, Staged) for value in values[: len(received)]]
         changed = sum(one.changed for one in told) / sum(one.elements for one in told)
         return Received(sum(one.bytes for one in told), changed)

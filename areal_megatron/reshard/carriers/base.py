@@ -46,6 +46,12 @@ class Deadline:
     def passed(self) -> bool:
         return time.monotonic() >= self._end
 
+    def later(self, seconds: float) -> Deadline:
+        """Returns a deadline of the same limit that passes this much after this one, as it is now."""
+        deadline = Deadline(self.timeout_s)
+        deadline._end = self._end + seconds
+        return deadline
+
     def expire(self) -> None:
         """Makes the deadline pass now."""
         self._end = 0.0
