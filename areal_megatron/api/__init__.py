@@ -1,7 +1,1 @@
-"""What scripts and notebooks import: runs as objects (docs/python.md)."""
-
-from areal_megatron.api.policy import Gradient, Likelihood, Policy, Response
-from areal_megatron.api.run import Run, RunFailed, load
-from areal_megatron.config import Config, ConfigError
-
-__all__ = ["Config", "ConfigError", "Gradient", "Likelihood", "Policy", "Response", "Run", "RunFailed", "load"]
+"""What scripts and notebooks import, by way of the package itself: runs as objects, and a loop of one's own."""

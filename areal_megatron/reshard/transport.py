@@ -9,7 +9,7 @@ engine at another site. What the ranks have to tell each other they write under 
 | limit | value | set in |
 |---|---|---|
 | a trainer rank, from `publish` until its last message is sent | timeout_s | publish.Transmission |
-| rank 0, until all have arrived; an optimizer step, until all is read | timeout_s + TO_SAY_WHY_S | publish.Transmission |
+| rank 0, until all have arrived; a step, until all is read | timeout_s + TO_SAY_WHY_S | publish.Transmission |
 | an engine rank, from /start_weight_update until it has its last message | timeout_s | reception.Reception |
 | connecting to the store; an operation of an NCCL group | timeout_s | carriers/base.py, carriers/nccl.py |
 | connecting over TCP or TLS; an answer about the keys of an engine at another site | timeout_s | carriers/streams.py |
