@@ -59,14 +59,14 @@ def main(arguments: list[str] | None = None) -> int:
         "--address",
         metavar="HOST[:PORT]",
         default="",
-        help="this machine is at another site, and the run reaches it here: each engine takes rollout.tp + 1 ports in "
-        "a row, from PORT on (default: any that are free)",
+        help="where the run reaches this machine at another site; an engine takes rollout.tp + 1 ports in a row, from "
+        "PORT on (default: any that are free)",
     )
     adding.add_argument(
         "--listen",
         metavar="ADDRESS",
         default="",
-        help="this machine's own address, where what goes to HOST is translated to it or forwarded (default: HOST)",
+        help="this machine's own address, where HOST is translated to it or forwarded (default: HOST)",
     )
     adding.add_argument(
         "--restarts", type=count, default=10, metavar="N", help="start one that dies again, N times in all"
@@ -75,7 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
     draining = actions.add_parser("drain", help="have engines leave the run")
     draining.add_argument("--timeout-s", type=float, default=3600, help="longest wait for their last answers")
     for action in (adding, draining):
-        action.add_argument("run", type=Path, help="run folder, e.g. runs/tiny")
+        action.add_argument("run", type=Path, help="run folder, e.g. runs/demo")
     draining.add_argument("engines", nargs="+", metavar="engine-E", help="its name, as areal status shows it")
     options = parser.parse_args(arguments)
     run = RunFolder(options.run)

@@ -488,47 +488,40 @@ def _whole_numbers(text: str) -> list[int]:
 def _parser() -> Parser:
     parser = Parser("areal_megatron.launch.evaluate", __doc__)
     parser.add_argument(
-        "model", metavar="MODEL", help="Hugging Face or PEFT folder, OWNER/NAME of the hub, or the folder of a run"
+        "model",
+        metavar="MODEL",
+        help="Hugging Face or PEFT folder, OWNER/NAME of the hub, or the folder of a run, whose settings are defaults",
     )
-    parser.add_argument(
-        "data",
-        metavar="DATA",
-        nargs="?",
-        help="what data.train may be, without weights; of a run default: its data.eval",
-    )
-    parser.add_argument("--n", type=int, help="answers to each item; default: 1, of a run its eval.n")
+    parser.add_argument("data", metavar="DATA", nargs="?", help="what data.train may be, without weights")
+    parser.add_argument("--n", type=int, help="as eval.n; default: 1")
     parser.add_argument(
         "--k", type=_whole_numbers, help="the k of pass@k, separated by commas, at most n; default: 1,n"
     )
-    parser.add_argument("--temperature", type=float, help="0: greedy; default: 1, of a run its eval.temperature")
-    parser.add_argument("--top-p", type=float, help="as eval.top_p; default: 1, from all tokens, of a run its own")
-    parser.add_argument("--top-k", type=int, help="as eval.top_k; default: 0, from all tokens, of a run its own")
+    parser.add_argument("--temperature", type=float, help="as eval.temperature; default: 1")
+    parser.add_argument("--top-p", type=float, help="as eval.top_p; default: 1, from all tokens")
+    parser.add_argument("--top-k", type=int, help="as eval.top_k; default: 0, from all tokens")
     parser.add_argument(
         "--max-new-tokens",
         type=int,
         help=f"most tokens of an answer; default: {RolloutConfig.max_new_tokens}, or all that the model has room for",
     )
-    parser.add_argument("--workflow", help="as rollout.workflow; default: single_turn, of a run its own")
+    parser.add_argument("--workflow", help="as rollout.workflow; default: single_turn")
     parser.add_argument("--program", metavar="COMMAND", help="as rollout.workflow_program, with --workflow program")
-    parser.add_argument("--turns", type=int, help="as rollout.turns; default: 1, of a run its own")
+    parser.add_argument("--turns", type=int, help="as rollout.turns; default: 1")
     parser.add_argument("--user", metavar="MODEL", help="as served.user.path, for workflows that talk to a model")
     parser.add_argument("--base", help="the model that an adapter is for; default: the one that it names")
-    parser.add_argument("--reward", help="as reward.function; default: that of the run, or the format's own, or math")
+    parser.add_argument("--reward", help="as reward.function; default: the format's own, or math")
     parser.add_argument(
         "--workers", type=int, default=default_count(), help="reward processes; default: a quarter of the cores"
     )
     parser.add_argument(
-        "--reward-timeout-s",
-        type=float,
-        help=f"as reward.timeout_s; default: {RewardConfig.timeout_s:g}, of a run its own",
+        "--reward-timeout-s", type=float, help=f"as reward.timeout_s; default: {RewardConfig.timeout_s:g}"
     )
-    parser.add_argument(
-        "--seed", type=int, help="seed of samples and of the order of choices; default: 1, of a run its own"
-    )
+    parser.add_argument("--seed", type=int, help="seed of samples and of the order of choices; default: 1")
     parser.add_argument(
         "--device", choices=["auto", "cpu", "cuda"], default="auto", help="as machine.device; default: auto"
     )
-    parser.add_argument("--tp", type=int, help="GPUs of the engine; default: 1, of a run its own")
+    parser.add_argument("--tp", type=int, help="as rollout.tp; default: 1")
     parser.add_argument(
         "--vllm",
         action="append",
@@ -541,7 +534,7 @@ def _parser() -> Parser:
         nargs="+",
         default=[],
         metavar="FOLDER",
-        help="adapters of MODEL, PEFT's folders or on the hub, to evaluate side by side with it, in one engine",
+        help="adapters of MODEL, PEFT's folders or on the hub, to evaluate beside it in one engine",
     )
     parser.add_argument("--out", type=Path, help="new folder, or one to resume; default: runs/evaluation-N")
     parser.add_argument(

@@ -34,8 +34,8 @@ from areal_megatron.run.folder import RunFolder
 def main(arguments: list[str] | None = None) -> int:
     guard()
     parser = Parser("areal_megatron.launch.status", __doc__)
-    parser.add_argument("run", type=Path, help="run folder, e.g. runs/tiny")
-    parser.add_argument("--all", action="store_true", help="a line for each process, however many there are")
+    parser.add_argument("run", type=Path, help="run folder, e.g. runs/demo")
+    parser.add_argument("--all", action="store_true", help="a line for each process")
     parser.add_argument("--web", action="store_true", help="serve a page and print its address")
     parser.add_argument("--host", default="127.0.0.1", help="where the page listens: an address or a network interface")
     parser.add_argument("--port", type=int, default=0, help="of the page; default: one that is free")

@@ -24,7 +24,7 @@ from areal_megatron.config.algorithms import PUBLISHED
 
 ROOT = Path(__file__).resolve().parents[1]
 MADE = "made by `python tools/reference.py`"
-TYPES = {"int": "integer", "float": "number", "bool": "true or false", "str": "text"}
+TYPES = {"int": "integer", "float": "number", "bool": "boolean", "str": "text"}
 COMMON = {"CONFIG": "YAML file, see configs/", "[key=value …]": "override a key of the config"}
 """Arguments of many commands, with their help: the top of the page of commands says what they are."""
 DECIDED = {key for algorithm in PUBLISHED.values() for key in algorithm.defaults}
@@ -185,7 +185,7 @@ def _page(parser: argparse.ArgumentParser, words: str, said: dict[tuple[str, str
     for usage, what in rows:
         again.setdefault(said.setdefault((usage, what), words), []).append(f"`{usage.split()[0]}`")
     again.pop(words, None)
-    lines += ["", "| argument | what it is |", "|---|---|", *new] if new else []
+    lines += ["", "| argument | |", "|---|---|", *new] if new else []
     for earlier, names in again.items():
         lines += ["", f"As for `{earlier}`: {', '.join(names)}."]
     return lines

@@ -41,13 +41,12 @@ def key(
 @dataclass
 class ModelConfig:
     path: str = MISSING
-    """Model to start from: a Hugging Face directory (config.json, *.safetensors, tokenizer), or OWNER/NAME[@REVISION]
-    on the Hugging Face hub (docs/data.md, "By name")."""
+    """Model to start from: a Hugging Face folder, or OWNER/NAME[@REVISION] on the hub (docs/data.md, "By name")."""
     dtype: str = key("bfloat16", choices=("bfloat16", "float16", "float32"))
-    """Dtype of the parameters in trainers and engines; optimizer states and gradients are float32. Which one to take:
-    docs/algorithms.md, "Numerics"."""
+    """Dtype of parameters in trainers and engines (docs/algorithms.md, "Numerics"); gradients and optimizer states are
+    float32."""
     head_dtype: str = key("float32", choices=("float32", "model"))
-    """Dtype of the logits, in trainers and engines; hidden states and output layer have `dtype`."""
+    """Dtype of the logits in trainers and engines; `model`: as `dtype`."""
 
 
 @dataclass
@@ -55,22 +54,22 @@ class LoraConfig:
     """Low-rank adapters (LoRA), which are trained in place of the model's weights."""
 
     rank: int = key(0, at_least=0, at_most=512)
-    """Rank of the two factors of each adapter, r; 0: no adapters, all weights are trained."""
+    """Rank of the adapters; 0: none, all weights are trained."""
     alpha: float = key(32.0, above=0, needs="rank")
-    """What an adapter gives is multiplied by alpha/rank, by PEFT's definition."""
+    """An adapter's output is multiplied by alpha/rank."""
     targets: str = key("all-linear", needs="rank")
-    """Linear layers that get an adapter, by PEFT's names: `q_proj,v_proj`; `all-linear`: all but the output layer and
-    routed experts (docs/adapters.md)."""
+    """Linear layers that get an adapter, by PEFT's names: `q_proj,v_proj`; `all-linear`: all that may have one
+    (docs/adapters.md)."""
     dropout: float = key(0.0, at_least=0, below=1, needs="rank")
-    """Share of an adapter's input that is set to zero where gradients are computed (docs/adapters.md)."""
+    """Share of an adapter's input that is set to zero in training (docs/adapters.md)."""
     use_rslora: bool = key(False, needs="rank")
     """Multiply by alpha/√rank instead (rsLoRA)."""
     start: str = key("", needs="rank")
-    """Adapter to start from: PEFT's folder or OWNER/NAME[@REVISION] on the Hugging Face hub."""
+    """Adapter to start from: PEFT's folder, or OWNER/NAME[@REVISION] on the hub."""
     adapters: int = key(1, at_least=1, at_most=64, needs="rank")
-    """How many adapters a program trains side by side (docs/loop.md); engines have room for as many at a time."""
+    """Adapters that a program trains side by side, and engines hold (docs/loop.md)."""
     merge: bool = key(False, needs="rank")
-    """Send engines whole weights, with the adapters added, instead of the adapters."""
+    """Send engines whole weights, with the adapters added."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -81,43 +80,41 @@ class LoraConfig:
 @dataclass
 class DataConfig:
     train: str = ""
-    """File, folder, or OWNER/NAME[@REVISION][:[SUBSET/]SPLIT] on the Hugging Face hub (docs/data.md,
-    docs/supervised.md). Several: `a.jsonl,b.parquet`; with their shares of the prompts: `a.jsonl:0.7,b.parquet:0.3`."""
+    """File, folder, or OWNER/NAME[@REVISION][:[SUBSET/]SPLIT] on the hub (docs/data.md, docs/supervised.md); several:
+    `a.jsonl,b.parquet`, with shares `a.jsonl:0.7,b.parquet:0.3`."""
     eval: str = ""
-    """Held-out prompts, given as for `train` but without shares. Empty: no evaluation."""
+    """Held-out prompts, given likewise but without shares. Empty: no evaluation."""
     max_prompt_tokens: int = key(1024, at_least=1)
     """Longer prompts are skipped and counted."""
     unusable_rows: str = key("refuse", choices=("refuse", "skip"))
-    """With a row that cannot be used the run does not start; or it is left out and counted (docs/data.md)."""
+    """With an unusable row the run does not start, or it is left out and counted (docs/data.md)."""
     allow_overlap: bool = False
-    """Begin a run although prompts of `eval` are in `train` too."""
+    """Start although prompts of `eval` are in `train` too."""
 
 
 @dataclass
 class MachineConfig:
     slots: int = key(0, at_least=0)
-    """GPUs (or CPU cores) for both pools; 0: all that this machine has."""
+    """GPUs (or CPU cores) for both pools; 0: all of this machine."""
     shared: bool = False
-    """Trainer ranks and engines take the same slots, at most one rank of each on a slot: for one GPU, or a few
-    (docs/launching.md)."""
+    """Trainer ranks and engines share slots: for one GPU, or a few (docs/launching.md)."""
     device: str = key("auto", choices=("auto", "cpu", "cuda"))
-    """What trainers and engines compute on; `auto`: GPUs where the machine has some."""
+    """What trainers and engines compute on; `auto`: GPUs where there are some."""
     host: str = "127.0.0.1"
-    """Address on which controller, engines and rendezvous listen; or a network interface, such as ib0; or `auto`: the
+    """Where controller, engines and rendezvous listen: an address, a network interface such as ib0, or `auto`, the
     interface of the default route."""
     peer_timeout_s: float = key(600.0, above=0)
-    """Longest wait for another process of the run; then the run ends with an error that names it."""
+    """Longest wait for another process of the run; then the run ends and names it."""
     silence_s: float = key(180.0, at_least=30)
-    """A node (or MPI slot) that says nothing for so long is lost; longer than a file server or network takes to change
-    over to its spare."""
+    """A node (or MPI slot) that is silent for so long is lost; longer than a file server or network takes to fail
+    over."""
     gather_s: float = key(600.0, above=0)
-    """Longest wait for all nodes (or MPI slots) of a job at its start; then a Slurm job is queued again."""
+    """Longest wait for all nodes (or MPI slots) at the start; then a Slurm job is queued again."""
     lease_s: float = key(90.0, at_least=5)
-    """A run can be started again once the heartbeat of a launcher that may be gone has stalled for this number of
-    seconds; longer than a file server's failover."""
+    """A launcher whose heartbeat has stalled for so long may be replaced; longer than a file server takes to fail
+    over."""
     check_versions: bool = True
-    """Refuse other versions of torch, megatron-core, vLLM and TransformerEngine than this code was written for
-    (areal_megatron/run/extras.py)."""
+    """Refuse other versions of torch, megatron-core, vLLM and TransformerEngine (docs/operations.md, "Versions")."""
 
     @property
     def ask_again_s(self) -> float:
@@ -147,20 +144,18 @@ class TrainerConfig:
     vpp: int = key(1, at_least=1)
     """Virtual pipeline stages of each rank: smaller bubbles, more messages."""
     recompute: str = key("auto", choices=("auto", "none", "elementwise", "mlp", "full"))
-    """What the backward pass recomputes instead of keeping it; `auto`: what costs the fewest FLOPs within the memory of
-    the GPUs (docs/launching.md)."""
+    """What the backward pass recomputes instead of keeping it; `auto`: the least that fits (docs/launching.md)."""
     recompute_layers: int = key(0, at_least=0)
-    """The first n layers of each virtual pipeline stage use `recompute`, the others the next cheaper value. 0: all
-    layers alike."""
+    """The first n layers of each virtual pipeline stage use `recompute`, the others the next cheaper value. 0: all use
+    it."""
     attention: str = key("auto", choices=("auto", "fa2", "fa3", "fa4"))
-    """FlashAttention on GPUs: the version named, or the fastest that works (docs/hardware.md)."""
+    """FlashAttention on GPUs: this version, or the fastest that works (docs/hardware.md)."""
     expert_dispatch: str = key("alltoall", choices=("alltoall", "flex"))
     """How tokens reach experts of other ranks: by NCCL; `flex`: by DeepEP (docs/hardware.md)."""
     microbatch_tokens: int = key(32768, at_least=1)
     """Most tokens of a packed micro-batch, over all of its cp ranks; a longer trajectory gets one of its own."""
     share_prompts: bool = True
-    """Compute the prompt of a group once for all its answers in a micro-batch, where that saves enough
-    (docs/packing.md)."""
+    """Compute a group's prompt once for its answers in a micro-batch, where that pays (docs/packing.md)."""
     megatron: dict[str, Any] = field(default_factory=dict)
     """Fields of megatron-core's TransformerConfig, by its own names (docs/options.md)."""
 
@@ -192,10 +187,9 @@ class OptimizerConfig:
     lr: float = key(2e-5, at_least=0)
     """Learning rate after the warm-up."""
     schedule: str = key("constant", choices=("constant", "cosine", "linear"))
-    """Learning rate after the warm-up; cosine and linear end at 0."""
+    """Course of the learning rate after the warm-up; cosine and linear end at 0."""
     warmup_steps: int = key(20, at_least=0)
-    """First optimizer steps, over which the learning rate rises from 0; by default no more than a tenth of all steps.
-    """
+    """Steps over which the learning rate rises from 0; by default at most a tenth of all."""
     weight_decay: float = key(0.05, at_least=0)
     """Decay of the weights."""
     beta1: float = key(0.9, at_least=0, below=1)
@@ -205,13 +199,13 @@ class OptimizerConfig:
     eps: float = key(1e-5, above=0)
     """Added to the root of that mean, ε."""
     staleness_kl: float = key(0.07, at_least=0)
-    """Largest KL divergence of the policy from its stale samples, as a share of the entropy: rates are scaled down to
-    keep to it (docs/staleness.md). 0: never."""
+    """Largest KL divergence from stale samples, as a share of the entropy; rates are scaled down to keep to it
+    (docs/staleness.md). 0: never."""
     clip_grad: float = key(1.0, at_least=0)
     """Largest norm of the gradient; 0: not clipped."""
     on_host: bool = False
-    """Main parameters and moments are in the memory of the hosts: slower, for GPUs without room for 12 bytes a
-    parameter (docs/launching.md)."""
+    """Keep main parameters and moments in the hosts' memory: slower, and 12 bytes a parameter less on GPUs
+    (docs/launching.md)."""
 
 
 @dataclass
@@ -224,17 +218,17 @@ class CorrectionConfig:
     product_truncate: float = key(0.0, at_least=0)
     """w becomes the product of w over the trajectory's tokens, capped at this."""
     mask_low: float = key(0.0, at_least=0, below=1)
-    """Tokens with w below this are masked."""
+    """Tokens with w below this are masked …"""
     mask_high: float = key(0.0, at_least=0)
-    """Tokens with w above this are masked."""
+    """… and those with w above this."""
     sequence_mask_low: float = key(0.0, at_least=0, below=1)
-    """Trajectories whose geometric mean of w is below this are masked."""
+    """Trajectories whose geometric mean of w is below this are masked …"""
     sequence_mask_high: float = key(0.0, at_least=0)
-    """Trajectories whose geometric mean of w is above this are masked."""
+    """… and those above this."""
     product_mask_low: float = key(0.0, at_least=0, below=1)
-    """Trajectories whose product of w is below this are masked."""
+    """Trajectories whose product of w is below this are masked …"""
     product_mask_high: float = key(0.0, at_least=0)
-    """Trajectories whose product of w is above this are masked."""
+    """… and those above this."""
     negative_mask: float = key(0.0, at_least=0)
     """Tokens with a negative advantage are masked in trajectories whose mean of log π_behav/π_θ is above this."""
     m2po: float = key(0.0, at_least=0)
@@ -261,13 +255,13 @@ class PenaltyConfig:
     kl: float = key(0.0, at_least=0)
     """Coefficient of the KL divergence from model.path, of which trainers keep a copy."""
     kl_form: str = key("k2", choices=("k1", "k2", "k3", "forward", "reverse"), needs="kl")
-    """Estimator of that divergence; k1 is subtracted from the advantages. `forward`, `reverse`: the divergence itself,
-    over the tokens that served.teacher finds likeliest."""
+    """Its estimator; k1 is subtracted from the advantages. `forward`, `reverse`: the divergence itself, over
+    served.teacher's likeliest tokens."""
     kl_top_k: int = key(16, at_least=1, needs="kl")
     """Number of these tokens; all others count as one."""
     kl_model: str = key("", needs="kl")
-    """Another model that the divergence is from, as `model.path`: a teacher (docs/algorithms.md, "Distillation"), or
-    `served.teacher`. Empty: model.path."""
+    """Another model that the divergence is from, given as `model.path`, or `served.teacher` (docs/algorithms.md,
+    "Distillation"). Empty: model.path."""
     kl_weighted: bool = True
     """k2 and k3 are times π_θ/π_behav, up to ppo.correction.truncate."""
     kl_cov: float = key(0.0, at_least=0)
@@ -316,26 +310,25 @@ class CriticConfig:
 @dataclass
 class PPOConfig:
     objective: str = key("decoupled", choices=("decoupled", "naive", "loglinear"))
-    """`naive`: the behaviour policy is the proximal policy; `loglinear`: the proximal policy is interpolated between
-    the behaviour and the current one, which saves a forward pass (docs/algorithms.md)."""
+    """`naive`: the behaviour policy is the proximal one; `loglinear`: the proximal one is interpolated, which saves a
+    forward pass (docs/algorithms.md)."""
     minibatches: int = key(4, at_least=1)
     """Optimizer steps per batch."""
     algorithm: str = key("ppo", choices=tuple(PUBLISHED))
-    """Advantage, loss and mean (docs/algorithms.md); decides the defaults of clip_low, clip_high, reward.wrong and
-    reward.right."""
+    """Advantage, loss and mean (docs/algorithms.md), and the defaults of clips and rewards."""
     clip_low: float = key(0.2, above=0, at_most=1)
     """The ratio π_θ/π_prox is clipped at 1 − clip_low from below …"""
     clip_high: float = key(0.2, above=0)
     """… and at 1 + clip_high from above."""
     dual_clip: float = key(0.0, at_least=0)
-    """Where the advantage is negative, the ratio counts as this at most. 0: not bounded there."""
+    """Most that the ratio counts where the advantage is negative. 0: no bound."""
     sapo_positive: float = key(1.0, above=0)
-    """Temperature of the gate that `sapo` has in place of clipping, for positive advantages."""
+    """Temperature of `sapo`'s gate for positive advantages …"""
     sapo_negative: float = key(1.05, above=0)
     """… and for negative ones: the higher, the sooner a ratio away from 1 counts for little."""
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     rewards: bool = True
-    """Train on rewards; without them only on the penalties, as in distillation."""
+    """Train on rewards; without them on the penalties alone, as in distillation."""
     penalty: PenaltyConfig = field(default_factory=PenaltyConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
 
@@ -382,9 +375,9 @@ class RolloutConfig:
     tp: int = key(1, at_least=1)
     """Tensor-parallel size of an engine."""
     expert_parallel: bool = False
-    """The ranks of an engine hold whole experts instead of a part of each; on GPUs."""
+    """Ranks of an engine hold whole experts instead of a part of each; on GPUs."""
     replay_routes: bool = False
-    """Tokens are trained through the experts that their engine chose (docs/algorithms.md); with engines on GPUs."""
+    """Train tokens through the experts that their engine chose (docs/algorithms.md); with engines on GPUs."""
     group_size: int = key(16, at_least=1)
     """Answers sampled per prompt (n)."""
     max_staleness: int = key(8, at_least=0)
@@ -394,19 +387,19 @@ class RolloutConfig:
     max_new_tokens: int = key(27648, at_least=1)
     """Most tokens of an answer, or after the prompt of a trajectory of several turns."""
     max_running: int = key(256, at_least=1)
-    """Most requests that one engine decodes at the same time."""
+    """Most requests that one engine decodes at a time."""
     silence_s: float = key(180.0, above=0)
     """Longest silence of an engine's server; then it is lost and started again."""
     start_timeout_s: float = key(1800.0, above=0)
     """Longest time for engines to load their model."""
     first_weights: str = key("auto", choices=("auto", "model", "trainers"))
-    """An engine begins with the weights of model.path, or with the first version that trainers publish; `auto`:
-    `trainers` on GPUs, and `model` on CPU or where adapters are sent."""
+    """Engines begin with model.path, or with the first version that trainers publish; `auto`: `trainers` on GPUs,
+    unless adapters are sent."""
     kv_policy: str = key("recompute", choices=("recompute", "keep"))
     """The KV cache of running requests is recomputed at a weight update, or kept."""
     filter_groups: bool = False
-    """Leave out groups whose trained answers all have the same score, or whose pass rate is outside of the next two
-    keys (docs/difficulty.md)."""
+    """Leave out groups whose answers all have the same score, or whose pass rate is outside the next two keys
+    (docs/difficulty.md)."""
     min_pass_rate: float = key(0.0, at_least=0, at_most=1, needs="filter_groups")
     """Least share of right answers of a trained group …"""
     max_pass_rate: float = key(1.0, at_least=0, at_most=1, needs="filter_groups")
@@ -422,17 +415,15 @@ class RolloutConfig:
     dump: bool = False
     """Keep every trained trajectory in the run folder (docs/trajectories.md)."""
     dump_gb: float = key(0.0, at_least=0)
-    """Most that these may take of the disk, in 10⁹ bytes. 0: no bound."""
+    """Most of the disk that these may take, in 10⁹ bytes. 0: no bound."""
     workflow: str = "single_turn"
-    """How a prompt is answered: `single_turn`, `multi_turn`, `tool_use`, `program`, or the import path
-    `package.module:function` of yours (docs/workflows.md)."""
+    """`single_turn`, `multi_turn`, `tool_use`, `program`, or `package.module:function` of yours (docs/workflows.md)."""
     workflow_program: str = ""
-    """Command of the program that runs the episodes of workflow=program (docs/environments.md)."""
+    """Command of the program of workflow=program (docs/environments.md)."""
     turns: int = key(1, at_least=1)
     """Most answers of the model in one episode."""
     samples: str = key("auto", choices=("auto", "individual", "concat"))
-    """What is trained of an episode of several answers: each alone, the longest conversations, or conversations as long
-    as the chat template shows them as they were sampled (docs/workflows.md)."""
+    """What is trained of an episode of several answers (docs/workflows.md)."""
     workflow_workers: int = key(0, at_least=0, at_most=1024)
     """Processes that run episodes. 0: a quarter of the controller's cores, 1 to 32."""
     workflow_timeout_s: float = key(600.0, above=0)
@@ -441,7 +432,7 @@ class RolloutConfig:
     """Where agents reach the model: on the controller's machine alone, or on others too (docs/agents.md, "Agents on
     other machines")."""
     workflow_environment: str = ""
-    """Environment variables that agents in processes of their own get: `NAME,NAME` (docs/agents.md)."""
+    """Environment variables for agents in processes of their own: `NAME,NAME` (docs/agents.md)."""
     vllm: dict[str, Any] = field(default_factory=dict)
     """Options of vLLM for the engines, by its own names with underscores (docs/options.md)."""
 
@@ -454,13 +445,13 @@ class RolloutConfig:
 @dataclass
 class ReshardConfig:
     update: str = key("auto", choices=("auto", "full", "delta"))
-    """What engines are sent: all weights, or only what has changed; `auto`: all over NCCL, elsewhere the faster of the
-    two (docs/resharding.md)."""
+    """Send all weights, or only what has changed; `auto`: all over NCCL, elsewhere the faster of the two
+    (docs/resharding.md)."""
     compression: str = key("none", choices=("none", "zstd"))
     """Compression of changes, which pays on links below about 10 Gb/s."""
     staging: str = key("full", choices=("full", "streamed"))
-    """An engine receives new weights into a second copy of its shard, while it generates; or into room for one layer,
-    while it is paused (docs/resharding.md)."""
+    """An engine receives weights into a second copy of its shard while it generates, or layer by layer while it is
+    paused (docs/resharding.md)."""
     link: str = key("auto", choices=("auto", "device", "host"))
     """Path of the weights: NCCL between GPUs, or host memory and TCP; `auto`: `host` where the pools share GPUs
     (docs/resharding.md)."""
@@ -470,7 +461,7 @@ class ReshardConfig:
     """End the run if an engine's log-probabilities differ from the trainers' by more than model.dtype explains
     (docs/metrics.md)."""
     timeout_s: float = key(120.0, above=0)
-    """Longest time for one version to reach an engine; a slower engine keeps its old version."""
+    """Longest time for a version to reach an engine; a slower one keeps its old version."""
 
     @property
     def may_send_changes(self) -> bool:
@@ -480,12 +471,12 @@ class ReshardConfig:
 @dataclass
 class CheckpointConfig:
     every: int = key(20, at_least=0)
-    """Updates between checkpoints (docs/measurements.md, "When nodes fail"); 0: none. Default: 20, and 200 for
-    supervised runs."""
+    """Updates between checkpoints (docs/measurements.md, "When nodes fail"), by default 200 in supervised runs; 0:
+    none."""
     keep: int = key(2, at_least=1)
     """How many of the newest stay."""
     keep_every: int = key(0, at_least=0)
-    """Checkpoints of versions that are a multiple of this stay for good; 0: none."""
+    """Versions that are a multiple of this are kept for good; 0: none."""
     hf_every: int = key(0, at_least=0)
     """Versions between exports to Hugging Face format; 0: none."""
     timeout_s: float = key(3600.0, above=0)
@@ -514,8 +505,7 @@ class JudgeConfig:
     """What served.judge is asked with reward.function=judge (docs/rewards.md)."""
 
     prompt: str = ""
-    """Question to the judge, with `{prompt}`, `{response}` and `{answer}`. Empty: whether the response agrees with the
-    answer."""
+    """Question to the judge, with `{prompt}`, `{response}` and `{answer}`; by default whether the last two agree."""
     verdict: str = r"Verdict:\s*(-?\d+(?:\.\d+)?)"
     """Regular expression with one group, the number; its last match is the verdict."""
     worst: float = 0.0
@@ -534,29 +524,27 @@ class JudgeConfig:
 @dataclass
 class RewardConfig:
     function: str = "math"
-    """`math`, `choice`, `code`, `model`, `judge`, the address of a service, or the import path
-    `package.module:function` of yours (docs/rewards.md)."""
+    """`math`, `choice`, `code`, `model`, `judge`, the address of a service, or `package.module:function` of yours
+    (docs/rewards.md)."""
     judge: JudgeConfig = field(default_factory=JudgeConfig)
     group_function: str = ""
-    """Import path of a function that adds named terms to the rewards of a group's answers (docs/rewards.md)."""
+    """Function that adds named terms to the rewards of a group's answers (docs/rewards.md)."""
     workers: int = key(0, at_least=0, at_most=1024)
     """Processes that score answers. 0: a quarter of the controller's cores, 1 to 32."""
     timeout_s: float = key(10.0, above=0)
-    """How long a reward may take. Default: 10, and with a judge a quarter more than served.judge.timeout_s."""
+    """How long a reward may take; by default, with a judge, a quarter more than served.judge.timeout_s."""
     retry_s: float = key(60.0, at_least=0)
     """How long a failed reward or episode is tried again, at least once; then its answer is not trained."""
     failed_share: float = key(0.1, at_least=0, at_most=1)
-    """The run ends when more than this share of the rewards of the last batch_size answers (at least ten groups) have
-    failed."""
+    """The run ends when more than this share of the last batch_size rewards (at least ten groups) have failed."""
     away_s: float = key(600.0, at_least=0)
-    """How long a service of rewards or a served model may be away; answers wait for it meanwhile."""
+    """How long answers wait for a service of rewards or a served model that is away."""
     wrong: float = key(-5.0, at_least=-1e6, at_most=1e6)
     """Reward of a wrong answer (score 0)."""
     right: float = key(5.0, at_least=-1e6, at_most=1e6)
     """Reward of a right answer (score 1)."""
     turn_discount: float = key(1.0, at_least=0, at_most=1)
-    """Factor by which a reward counts less with each step back to an earlier answer of its episode (docs/workflows.md).
-    """
+    """Factor by which a reward counts less for each answer before the one that earned it (docs/workflows.md)."""
     truncated: str = key("incorrect", choices=("incorrect", "masked", "scored", "overlong"))
     """An answer cut at max_new_tokens is wrong, not trained, or scored as it is; `overlong`: scored, with a loss for
     length (docs/algorithms.md)."""
@@ -643,9 +631,9 @@ class EvalConfig:
     temperature: float = key(1.0, at_least=0)
     """0: greedy, with n=1."""
     top_p: float = key(1.0, above=0, at_most=1)
-    """Tokens are drawn from the likeliest that have this probability together; 1: from all."""
+    """Draw from the likeliest tokens that have this probability together; 1: from all."""
     top_k: int = key(0, at_least=0)
-    """Tokens are drawn from the n likeliest ones; 0: from all."""
+    """Draw from the n likeliest tokens; 0: from all."""
     share: float = key(0.25, above=0, at_most=1)
     """Share of rollout.max_running that an evaluation may take of each engine; with 1 prompts to train wait."""
 
@@ -702,12 +690,12 @@ class Config:
     runs_dir: str = "runs"
     """Folder of run folders."""
     resume: str = ""
-    """`auto`: from the newest complete checkpoint, if there is one; or the path of a checkpoint."""
+    """`auto`: from the newest complete checkpoint, if there is one; or the path of one."""
     mode: str = key("rl", choices=("rl", "sft", "dpo", "reward_model", "replay", "driven"))
-    """`sft`, `dpo`, `reward_model`: supervised training (docs/supervised.md). `replay`: the trainers of `rl` on the
-    `trajectories` of another run, data.train. `driven`: a program of yours says what is done (docs/loop.md)."""
+    """`sft`, `dpo`, `reward_model`: supervised training (docs/supervised.md). `replay`: training on the `trajectories`
+    of another run, data.train. `driven`: a program of yours says what is done (docs/loop.md)."""
     seed: int = 1
-    """Seed of the order of rows and choices, and of what is sampled."""
+    """Seed of orders and of what is sampled."""
     updates: int = key(MISSING, at_least=1)
     """PPO updates, or optimizer steps of supervised training."""
     batch_size: int = key(512, at_least=1)

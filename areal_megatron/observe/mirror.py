@@ -189,7 +189,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("run", type=Path, metavar="RUN", help="run folder, e.g. runs/demo")
     parser.add_argument("tracker", choices=TRACKERS, help="where the metrics are shown")
     parser.add_argument("--follow", action="store_true", help="go on until stdin ends, e.g. with Ctrl-D")
-    parser.add_argument("--online", action="store_true", help="to the tracker's server, as with track.online=true")
+    parser.add_argument("--online", action="store_true", help="as track.online=true")
     parser.add_argument("--lease", type=int, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 

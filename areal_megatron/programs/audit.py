@@ -300,7 +300,7 @@ def _name(prompt: Prompt) -> str:
 def main() -> int:
     guard()
     parser = Parser("areal_megatron.programs.audit", __doc__)
-    parser.add_argument("run", type=Path, help="run folder")
+    parser.add_argument("run", type=Path, help="run folder, e.g. runs/demo")
     run = RunFolder(parser.parse_args().run)
     try:
         return _tell(run, audit(run))

@@ -119,7 +119,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
             "--no-sync",
             dest="sync",
             action="store_false",
-            help="do not wait until everything is on the disk; cp does not either",
+            help="do not wait until everything is on the disk",
         )
         direction.add_argument("--parent", type=int, help=argparse.SUPPRESS)  # end when this process ends
         direction.add_argument("--verify", action="store_true", help="read the result back and compare every tensor")
