@@ -40,14 +40,16 @@ class Difficulty:
         """Records a group's pass rate, if any of its answers is trained. Returns whether to filter the group.
 
         Answers that are not trained count nowhere. The group is filtered if its pass rate is out of range, or if all
-        its answers have the same score: then they differ by length at most, and not in what is right.
+        its episodes have the same scores: then they differ by length at most, and not in what is right.
         """
         rollout, trained = self._rollout, [score for score in scores if score.trained]
         if not trained:
             return True
         rate = sum(score.correct for score in trained) / len(trained)
         self.measured[prompt.id] = Measured(rate, version)
-        uniform = are_equal([score.score for score in trained])
+        earned = [[*filter(None, score.of_answers[:-1])] for score in trained]  # the last one has what lengths add
+        uniform = are_equal([score.score for score in trained]) and len({*map(len, earned)}) == 1
+        uniform = uniform and all(map(are_equal, zip(*earned, strict=True)))
         return rollout.filter_groups and (uniform or not rollout.min_pass_rate <= rate <= rollout.max_pass_rate)
 
 

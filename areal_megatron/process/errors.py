@@ -10,6 +10,14 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
+def told(error: BaseException) -> str:
+    """Returns the class of an error of the user's code, and its text if it has one that can be had."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception as e:  # its __str__ is the user's too
+        return f"{type(error).__name__}, whose text raises {type(e).__name__}"
+
+
 def first_cause(error: BaseException) -> BaseException:
     """Returns the first error inside nested groups."""
     while isinstance(error, BaseExceptionGroup):

@@ -127,16 +127,15 @@ def is_score(value: Any) -> TypeGuard[float]:
     return isinstance(value, Real) and bool(abs(cast(float, value)) <= LARGEST_SCORE)
 
 
-def checked(result: object) -> tuple[float, str]:
+def checked(result: object, of: str = "the reward function") -> tuple[float, str]:
     """Returns the score and the feedback ("" if there is none, the first characters of a long one) from what a reward
-    function returned.
+    function, or what `of` names, returned.
 
     Raises WrongResult for a score that is no number, or beyond LARGEST_SCORE.
     """
     score, feedback = result if isinstance(result, tuple) and len(result) == 2 else (result, "")
     if not is_score(score):
         raise WrongResult(
-            f"the reward function returned {reprlib.repr(score)}, expected a finite number "
-            f"of at most {LARGEST_SCORE:,.0f}"
+            f"{of} returned {reprlib.repr(score)}, expected a finite number of at most {LARGEST_SCORE:,.0f}"
         )
     return float(score), feedback[:_LONGEST_FEEDBACK] if isinstance(feedback, str) else ""

@@ -177,6 +177,12 @@ class Episode:
         return list(self._ends)
 
     @property
+    def has_only_own_answers(self) -> bool:
+        """Whether engines have sampled all answers of `samples`."""
+        own = set(map(id, self.sampled))
+        return all(id(s) in own for sample in self.samples for s in sample.segments if s.sampled)
+
+    @property
     def text(self) -> str:
         """The last answer, with its tags and without the token that ends it."""
         return self._resources.tokenizer.decode(self.context.answer)
@@ -346,11 +352,19 @@ class Episode:
         said = tokenizer.decode(context.answer)
         if style == "concat" or (style == "auto" and tokenizer.keeps(conversation, answer, said, tools)):
             try:
-                return NextPrompt(tokenizer.continuation(conversation, answer, tools), continues=True)
+                tokens = tokenizer.continuation(conversation, answer, tools)
             except ConfigError:  # the template shows an answer twice, or not at all
                 if style == "concat":
                     raise
+            else:
+                if style == "concat" or self._ends_as_shown(context, tokens):
+                    return NextPrompt(tokens, continues=True)
         return NextPrompt(tokenizer.conversation(conversation, tools), continues=False)
+
+    def _ends_as_shown(self, context: Transcript, following: list[int]) -> bool:
+        """Whether the template ends the last answer with the token with which the model has ended it, if with one."""
+        last = context.answer[-1]
+        return last not in self._sampling.stop_tokens or following[:1] == [last]
 
     def followed(self, context: Transcript, asked: NextPrompt) -> Transcript:
         """Returns the transcript that ends with what is asked: `context` with more tokens, or another one.

@@ -10,7 +10,7 @@ from dataclasses import replace
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.data.prompts import Prompt
 from areal_megatron.data.tokenizer import Tokenizer
-from areal_megatron.process.errors import printable, worth_a_line
+from areal_megatron.process.errors import printable, told, worth_a_line
 from areal_megatron.process.lateness import pauses
 from areal_megatron.reward.function import is_score
 from areal_megatron.reward.no_score import RewardFailed
@@ -105,12 +105,14 @@ class EpisodeRunner:
         except (EpisodeOver, RewardFailed):
             pass
         except Exception as e:  # the workflow is the user's, and so are the agents that it runs
-            problem = printable(f"{type(e).__name__}: {e}", 500)
+            problem = printable(told(e), 500)
         if episode.failure:
             raise episode.failure
         problem = problem or episode.problem
         if not problem and not episode.answers:
             problem = "it ended without an answer of the model"
+        if not problem and not episode.has_only_own_answers:
+            problem = "its context has an answer that no engine sampled"
         if not is_score(episode.discount):
             problem, episode.discount = f"its discount is {reprlib.repr(episode.discount)}", 1.0
         if problem:
@@ -131,13 +133,19 @@ class EpisodeRunner:
             task.cancel()
         if task.cancelled():
             raise RuntimeError("it cancelled itself")
+        if isinstance(error := task.exception(), GeneratorExit):  # which would end this task without a word
+            raise RuntimeError("it raised GeneratorExit")
+        if error:
+            raise error
         result = task.result()
         return None if result is None else scores_of(result, episode.answers)
 
     def _finished(self, episode: Episode, scores: tuple[float, ...], problem: str) -> ScoredEpisode:
         samples, forced = trained_once(episode.samples), episode.prompt.response_tokens is not None
-        if not samples:  # an episode is never empty: it gets one token that is not trained
-            samples = (episode.context.with_observation(self._tokenizer.stop_tokens[:1]),)
+        if not samples or not episode.has_only_own_answers:
+            # an episode is never empty: it gets one token that is not trained
+            empty = episode.new_transcript(episode.prompt.tokens)
+            samples = (empty.with_observation(self._tokenizer.stop_tokens[:1]),)
         context = samples[-1]
         if context.truncated and not self._scorer.scores_truncated:
             scores = (0.0,)
@@ -164,8 +172,13 @@ class EpisodeRunner:
 
 
 async def without_exit(running) -> float | None:
-    """Returns what a workflow returns. Raises what it raises, and RuntimeError if it calls `exit`."""
+    """Returns what a workflow returns. Raises what it raises, and RuntimeError in place of what would end the process,
+    or the task without a word."""
     try:
         return await running
-    except SystemExit as e:  # would end the process
+    except (Exception, asyncio.CancelledError, KeyboardInterrupt, GeneratorExit):
+        raise
+    except SystemExit as e:
         raise RuntimeError(f"it called exit({e.code})") from None
+    except BaseException as e:
+        raise RuntimeError(f"it raised {told(e)}") from None

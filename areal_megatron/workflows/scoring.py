@@ -183,10 +183,10 @@ def scores_of(result: object, answers: int) -> tuple[float, ...]:
     Raises WrongResult for a list of another length, or what is no score.
     """
     if not isinstance(result, list):
-        return (checked(result)[0],)
+        return (checked(result, "the workflow")[0],)
     if len(result) != answers:
         raise WrongResult(f"the workflow returned {len(result)} scores for {answers} answers")
-    return tuple(checked(one)[0] for one in result)
+    return tuple(checked(one, "the workflow")[0] for one in result)
 
 
 def of_answers(scores: Sequence[float], answers: int, scale: float, reward: float) -> tuple[float, ...]:

@@ -20,7 +20,7 @@ from areal_megatron.config import Config, ConfigError
 from areal_megatron.config.user_function import place_of
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.engine.client import Completion, EngineClient
-from areal_megatron.process.errors import first_cause, printable
+from areal_megatron.process.errors import first_cause, printable, told
 from areal_megatron.process.shown import guard
 from areal_megatron.reward.function import WrongResult
 from areal_megatron.reward.no_score import RewardFailed
@@ -96,7 +96,7 @@ async def tried(asked: TrialAsked, folder: Path) -> TrialFound:
                 cause = first_cause(e)
                 is_mistake = isinstance(cause, (*MISTAKES, WrongResult)) or isinstance(episode.failure, ConfigError)
                 bug = place_of(cause, workflow.run) if is_mistake else ""
-                return TrialFound(f"{type(cause).__name__}: {printable(str(cause), 500)}", bug)
+                return TrialFound(printable(told(cause), 500), bug)
             if not episode.answers:
                 return TrialFound("it ended without an answer of the model")
     finally:

@@ -30,7 +30,7 @@ from areal_megatron.config import Config, ConfigError
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.data.trajectory import decoder, encoder
 from areal_megatron.engine.client import Completion, EngineClient
-from areal_megatron.process.errors import printable
+from areal_megatron.process.errors import printable, told
 from areal_megatron.process.shown import guard
 from areal_megatron.reward.served import ServedModels
 from areal_megatron.reward.worker import HEADER, Answer, Scored
@@ -281,7 +281,7 @@ class Worker:
             self._frames.send(WorkflowFailed(number, printable(str(e)), isinstance(e, ConfigError)))
         except Exception as e:  # the controller is not to wait for ever
             log.exception("an episode ends the run")
-            self._frames.send(WorkflowFailed(number, printable(f"{type(e).__name__}: {e}"), by_config=False))
+            self._frames.send(WorkflowFailed(number, printable(told(e)), by_config=False))
 
 
 class HeldUp:

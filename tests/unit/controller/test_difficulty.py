@@ -3,6 +3,7 @@
 import asyncio
 import random
 from collections import Counter
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -73,6 +74,21 @@ def shaped(truncated, answers):
     """Scores answers (score, tokens) of at most 100 tokens as a run with reward.truncated=`truncated` does."""
     scorer = Scorer(RewardConfig(truncated=truncated), None, max_new_tokens=100)
     return [scorer.reward(score, tokens, truncated=tokens == 100, forced=False) for score, tokens in answers]
+
+
+@pytest.mark.parametrize(
+    ("of_answers", "filtered"),
+    [
+        ([(5, 0), (0, 5)], False),
+        ([(5, 0), (5, 0)], True),
+        ([(0.3, 4.7), (0.1 + 0.2, 4.7)], True),
+        ([(0, 5), (0, 0, 5)], True),  # the same answer is right, a turn later
+        ([(), ()], True),
+    ],
+)
+def test_episodes_that_earn_as_much_at_other_answers_are_not_uniform(of_answers, filtered):
+    found = [replace(score, of_answers=each) for score, each in zip(scores(1, 1), of_answers, strict=True)]
+    assert Difficulty(rollout([0, 1])).filters(prompt(7), found, version=3) == filtered
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from areal_megatron.workflows import multi_turn, sampling, tool_use
 from areal_megatron.workflows.episode import EpisodeOver, EpisodeSpec
 from areal_megatron.workflows.single_turn import SingleTurn
 from areal_megatron.workflows.workflow import check_workflow, load_workflow
-from tests.support.chat_world import END, IDS, World, make_tokenizer, spelled
+from tests.support.chat_world import END, IDS, SPECIAL, World, make_tokenizer, spelled
 
 ROOT = Path(__file__).parents[3]
 
@@ -169,6 +169,37 @@ async def leaves(episode):
     sys.exit("mine")
 
 
+class NoException(BaseException):
+    pass
+
+
+class WithoutWords(Exception):
+    def __str__(self):
+        raise ValueError("no words")
+
+
+async def raises_no_exception(episode):
+    await episode.sample()
+    raise NoException("time is up")
+
+
+async def exits_a_generator(episode):
+    await episode.sample()
+    raise GeneratorExit
+
+
+async def without_words(episode):
+    await episode.sample()
+    raise WithoutWords
+
+
+async def makes_an_answer_up(episode):
+    await episode.sample()
+    made_up = Completion(np.ones(1, np.int32), -np.ones(1, np.float32), np.zeros(1, np.int32), "stop")
+    episode.context = episode.context.with_answer(made_up, truncated=False)
+    return 1.0
+
+
 async def not_a_number(episode):
     await episode.sample()
     return float("nan")
@@ -215,7 +246,11 @@ async def multiplies(episode):
         (raises, "KeyError: 'mine'"),
         (quotes, r"ValueError: no number: 1\\n2026-01-01 ERROR forged\\x1b\[2J"),
         (leaves, r"it called exit\(mine\)"),
-        (not_a_number, "returned nan, expected a finite number"),
+        (raises_no_exception, "it raised NoException: time is up"),
+        (exits_a_generator, "it raised GeneratorExit"),
+        (without_words, "WithoutWords, whose text raises ValueError"),
+        (makes_an_answer_up, "its context has an answer that no engine sampled"),
+        (not_a_number, "the workflow returned nan, expected a finite number"),
         (enormous, r"returned 1e\+308, expected a finite number of at most 1,000,000"),
         (multiplies, "its discount is inf"),
         (a_text, "returned '1', expected a finite number"),
@@ -233,7 +268,7 @@ def test_an_episode_whose_workflow_fails_twice_is_not_trained_and_counted(tmp_pa
     assert world.episodes.failures == 2 and caplog.records[0].getMessage().startswith("workflow failure 1, prompt 7: ")
     assert re.search(problem, caplog.text), caplog.text
     sampled = [one.context.loss_mask.sum() for one in ended]
-    if workflow in (says_first, nothing):
+    if workflow in (says_first, nothing, makes_an_answer_up):
         assert sampled == [0, 0] and [one.length for one in ended] == [1, 1]
     else:
         assert sampled == [6, 6]
@@ -401,6 +436,28 @@ def test_a_template_that_shows_answers_otherwise_begins_a_sample_at_each(tmp_pat
     (ended,) = run(world, text="ask")
     assert [world.tokenizer.decode(sample.prompt) for sample in ended.samples] == prompts
     assert not world.episodes.failures and [sample.answers for sample in ended.samples] == [1, 1]
+
+
+@pytest.mark.parametrize(("style", "samples"), [("auto", 2), ("concat", 1), ("individual", 2)])
+def test_an_answer_that_ends_otherwise_than_the_template_shows_it_is_a_sample_of_its_own(tmp_path, style, samples):
+    """As a model may end a call with the word before a question, where the template has the one before a result."""
+
+    async def workflow(episode):
+        await episode.sample()
+        episode.say("no")
+        await episode.sample()
+
+    other = SPECIAL[0]
+    ended = Completion(
+        np.array([*spelled("x"), IDS[other]], np.int32), -np.ones(2, np.float32), np.zeros(2, np.int32), "stop"
+    )
+    world = World(tmp_path, workflow, in_turn(ended, "right"), samples=style)
+    world.tokenizer.stop_tokens = [END, IDS[other]]
+    (found,) = run(world)
+    assert [sample.answers for sample in found.samples] == ([1, 1] if samples == 2 else [2])
+    asked = world.tokenizer.decode(world.client.calls[1].prompt, special=True)
+    shown = "x<|im_end|>" if samples == 2 else f"x{other}"
+    assert f"<|im_start|>assistant\n{shown}\n<|im_start|>user\nno<|im_end|>" in asked
 
 
 def test_without_a_template_texts_follow_one_another(tmp_path):
