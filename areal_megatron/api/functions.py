@@ -71,7 +71,13 @@ def _try(module: str, name: str, folder: Path) -> None:
 
 def _root_of(name: str) -> Path | None:
     """Returns the folder from which a module is imported; None for one that no other process can import."""
-    if name == "__main__" or name not in sys.modules or not (spec := importlib.util.find_spec(name)) or not spec.origin:
+    if name == "__main__" or name not in sys.modules:
+        return None
+    try:
+        spec = importlib.util.find_spec(name)
+    except ValueError:  # a module that somebody has made up
+        spec = None
+    if not spec or not spec.origin:
         return None
     if not spec.has_location:  # built in or frozen
         return Path(sys.prefix)

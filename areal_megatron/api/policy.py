@@ -26,6 +26,7 @@ from typing import Any, ClassVar, cast
 
 import numpy as np
 
+from areal_megatron.api import given
 from areal_megatron.api.run import Run, RunFailed
 from areal_megatron.config import Config, ConfigError, config_file
 from areal_megatron.config.algorithms import PUBLISHED
@@ -57,7 +58,6 @@ from areal_megatron.run.folder import CONTROLLER, RunError, RunFolder
 
 LOSSES = (*PUBLISHED, "sft")
 """What `loss` may be: the loss of an algorithm (docs/algorithms.md), or the negative log-probability."""
-_SETTINGS = ("objective", "clip_low", "clip_high", "dual_clip")
 _MOST_LIKELY = 20
 """What vLLM tells of a token's place unless it is told otherwise."""
 _LOOK_S = 0.2
@@ -175,40 +175,40 @@ class Policy:
         rollout, longest = self.config.rollout, self.config.longest_sequence
         max_tokens = rollout.max_new_tokens if max_tokens is None else max_tokens
         temperature = rollout.temperature if temperature is None else temperature
-        if n < 1 or max_tokens < 1 or temperature < 0:
-            raise ConfigError(f"n={n}, max_tokens={max_tokens}, temperature={temperature:g}: must be 1, 1, 0 or more")
-        asked = [self._tokens(prompt, place) for place, prompt in enumerate(prompts)]
+        stop_tokens = self.tokenizer.stop_tokens if stop_tokens is None else stop_tokens
+        seed = secrets.randbits(_SEED_BITS - 1) if seed is None else seed
+        drawn = given.drawing(n, max_tokens, temperature, top_p, top_k, stop_tokens, seed)
+        asked = self._all_tokens(prompts, "prompt")
         for place, tokens in enumerate(asked):
-            if len(tokens) + max_tokens > longest:
+            if len(tokens) + drawn.max_tokens > longest:
                 raise ConfigError(
-                    f"prompt {place} has {len(tokens)} tokens and may get {max_tokens} more, and "
+                    f"prompt {place} has {len(tokens)} tokens and may get {drawn.max_tokens} more, and "
                     f"data.max_prompt_tokens + rollout.max_new_tokens is {longest}"
                 )
-        seed = secrets.randbits(_SEED_BITS - 1) if seed is None else seed
         requests = [
             GivePrompt(
                 tokens=tokens,
-                n=n,
-                max_tokens=max_tokens,
-                temperature=temperature,
-                top_p=top_p,
-                top_k=top_k,
-                stop_tokens=self.tokenizer.stop_tokens if stop_tokens is None else list(stop_tokens),
-                seed=(seed + place * n) % 2**_SEED_BITS,
+                n=drawn.n_asked,
+                max_tokens=drawn.max_tokens,
+                temperature=drawn.temperature,
+                top_p=drawn.top_p,
+                top_k=drawn.top_k,
+                stop_tokens=drawn.stop_tokens,
+                seed=(drawn.seed + place * drawn.n) % 2**_SEED_BITS,
                 adapter=self._adapter_folder(adapter),
             )
             for place, tokens in enumerate(asked)
         ]
         replies = self._ask(*requests)
-        pairs = zip(asked, replies, strict=True)
-        return [[self._response(tokens, answer) for answer in reply.answers] for tokens, reply in pairs]
+        pairs, times = zip(asked, replies, strict=True), drawn.n // drawn.n_asked
+        return [[self._response(tokens, answer) for answer in reply.answers * times] for tokens, reply in pairs]
 
     def score(self, texts: Sequence[Prompt], top_k: int = 0, adapter: str | Path = "") -> list[Likelihood]:
         """Returns how likely the engines find the tokens of each text, and which `top_k` they find likeliest.
         `adapter`: as in `sample`."""
-        asked, longest = [self._tokens(text, place) for place, text in enumerate(texts)], self.config.longest_sequence
-        most = self.config.rollout.vllm.get("max_logprobs", _MOST_LIKELY)
-        if top_k < 0 or 0 <= most < top_k:
+        asked, longest = self._all_tokens(texts, "text"), self.config.longest_sequence
+        most, top_k = self.config.rollout.vllm.get("max_logprobs", _MOST_LIKELY), given.whole(top_k, "top_k", 0)
+        if 0 <= most < top_k:
             raise ConfigError(f"top_k: {top_k}, and engines tell 0 to {most}; rollout.vllm.max_logprobs is the most")
         for place, tokens in enumerate(asked):
             if not 1 < len(tokens) < longest:  # an engine always samples a token more
@@ -241,7 +241,7 @@ class Policy:
 
         The version counts steps. One whose gradient is not finite changes nothing: `skipped_steps` is 1 then.
         """
-        [reply] = self._ask(TakeStep(lr))
+        [reply] = self._ask(TakeStep(None if lr is None else given.number(lr, "lr", 0)))
         return reply.metrics
 
     def publish(self) -> int:
@@ -264,7 +264,8 @@ class Policy:
         the first one. It is as it was left, with its optimizer and gradient; new at first, and with `new`."""
         if not self.config.has_adapters:
             raise ConfigError("lora.rank: without adapters there is one model: give their rank")
-        if not 0 <= adapter < (most := self.config.lora.adapters):
+        adapter = given.whole(adapter, "adapter", 0)
+        if not adapter < (most := self.config.lora.adapters):
             raise ConfigError(f"adapter {adapter}: there are {most}, counted from 0: start with a larger lora.adapters")
         self._ask(TurnTo(adapter, new))
 
@@ -362,26 +363,26 @@ class Policy:
         loss = loss or self.config.ppo.algorithm
         if loss not in LOSSES:
             raise ConfigError(f"loss: must be one of {', '.join(LOSSES)}, is {loss!r}")
-        if unknown := sorted(settings.keys() - set(_SETTINGS)):
-            raise ConfigError(f"{unknown[0]}: is no setting of a loss; these are {', '.join(_SETTINGS)}")
+        changes = given.loss_settings(settings)
+        if not all(isinstance(sample, Response) for sample in given.several(samples, "samples", Response)):
+            raise ConfigError("samples: must be a list of Response; `sample` returns a list of them for each prompt")
         if len(samples) < self.config.trainer.dp:
             raise ConfigError(f"{len(samples)} samples cannot be split over trainer.dp={self.config.trainer.dp}")
-        changes = dict(settings)
         if loss != "sft" and loss != self.config.ppo.algorithm:
             published = PUBLISHED[loss]
             changes = {"clip_low": published.clip_low, "clip_high": published.clip_high} | changes
             changes["algorithm"] = loss
         made = [self._trajectory(place, sample, loss) for place, sample in enumerate(samples)]
         masks = [trajectory.loss_mask == 1 for trajectory in made]
-        given = [sample.weight is not None for sample in samples]
-        if any(given) and not all(given):
-            raise ConfigError(f"sample {given.index(False)} has no weight, and others have one")
+        weighed = [sample.weight is not None for sample in samples]
+        if any(weighed) and not all(weighed):
+            raise ConfigError(f"sample {weighed.index(False)} has no weight, and others have one")
         columns = {
             name: [
-                _of_tokens(getattr(sample, name), len(mask), f"sample {place}: {name}")[mask]
+                given.of_tokens(getattr(sample, name), len(mask), f"sample {place}: {name}")[mask]
                 for place, (sample, mask) in enumerate(zip(samples, masks, strict=True))
             ]
-            for name in ("advantage", *(("weight",) if all(given) else ()))
+            for name in ("advantage", *(("weight",) if all(weighed) else ()))
         }
         message = GiveSamples(
             samples=made,
@@ -397,8 +398,9 @@ class Policy:
 
     def _trajectory(self, place: int, sample: Response, loss: str) -> Trajectory:
         """Raises ConfigError for lengths that differ, and for what the model has no room for."""
-        prompt, tokens = (np.asarray(own, np.int32) for own in (sample.prompt, sample.tokens))
-        length, where = len(tokens), f"sample {place}"
+        where = f"sample {place}"
+        prompt, tokens = (given.tokens(getattr(sample, own), f"{where}: {own}") for own in ("prompt", "tokens"))
+        length = len(tokens)
         if not len(prompt) or not length:
             raise ConfigError(f"{where}: has {len(prompt)} tokens of a prompt and {length} after it; needs one of each")
         if (whole := len(prompt) + length) > self.config.longest_sequence:
@@ -406,12 +408,12 @@ class Policy:
                 f"{where}: has {whole} tokens, and data.max_prompt_tokens + rollout.max_new_tokens is "
                 f"{self.config.longest_sequence}"
             )
-        if not len(sample.logprobs) and loss != "sft":
+        if not (has_logprobs := _is_given(sample.logprobs)) and loss != "sft":
             raise ConfigError(f"{where}: has no logprobs, which {loss} compares with; loss='sft' needs none")
-        logprobs = _of_tokens(sample.logprobs if len(sample.logprobs) else 0.0, length, f"{where}: logprobs")
-        versions = sample.versions if len(sample.versions) else self._version
-        versions = _of_tokens(versions, length, f"{where}: versions", np.int32)
-        mask = _of_tokens(True if sample.mask is None else sample.mask, length, f"{where}: mask", np.bool_)
+        logprobs = given.of_tokens(sample.logprobs if has_logprobs else 0.0, length, f"{where}: logprobs")
+        versions = sample.versions if _is_given(sample.versions) else self._version
+        versions = given.of_tokens(versions, length, f"{where}: versions", "iu", np.int32)
+        mask = given.of_tokens(True if sample.mask is None else sample.mask, length, f"{where}: mask", "b", np.bool_)
         return Trajectory(
             uid=place,
             epoch=0,
@@ -437,14 +439,19 @@ class Policy:
             raise ConfigError(f"adapter: there is none in {folder}")
         return str(folder)
 
-    def _tokens(self, prompt: Prompt, place: int) -> list[int]:
-        if isinstance(prompt, str) or (len(prompt) and isinstance(prompt[0], Mapping)):
-            [tokens] = self.tokenizer.prompts([cast(str | Chat, prompt)])
-            return tokens
-        tokens = [int(token) for token in cast(Sequence[int], prompt)]
-        if not tokens:
-            raise ConfigError(f"prompt {place} has no tokens")
-        return tokens
+    def _all_tokens(self, prompts: Sequence[Prompt], what: str) -> list[list[int]]:
+        found = []
+        for place, prompt in enumerate(given.several(prompts, f"{what}s", dict)):
+            if isinstance(prompt, Mapping):
+                raise ConfigError(f"{what} {place}: is one message: a conversation is a list of them")
+            if isinstance(prompt, str) or (np.ndim(prompt) == 1 and len(prompt) and isinstance(prompt[0], Mapping)):
+                [tokens] = self.tokenizer.prompts([cast(str | Chat, prompt)])
+            else:
+                tokens = given.tokens(prompt, f"{what} {place}").tolist()
+            if not tokens:
+                raise ConfigError(f"{what} {place} has no tokens")
+            found.append(tokens)
+        return found
 
     def _response(self, prompt: list[int], answer: SampledAnswer) -> Response:
         tokens = answer.tokens.tolist()
@@ -466,16 +473,5 @@ def _wait(client: ControllerClient, ticket: int) -> ProgramReply:
     return reply
 
 
-def _of_tokens(value: Any, length: int, where: str, dtype: type = np.float32) -> np.ndarray:
-    """Returns a value for each token, [length]. Raises ConfigError for another number of them, or no number."""
-    try:
-        found = np.asarray(value, dtype)
-    except (TypeError, ValueError):
-        raise ConfigError(f"{where}: must be a number, or one for each token") from None
-    if found.ndim == 0:
-        found = np.full(length, found)
-    if found.shape != (length,):
-        raise ConfigError(f"{where}: has the shape {list(found.shape)}, and there are {length} tokens")
-    if not np.isfinite(found).all():
-        raise ConfigError(f"{where}: must be finite")
-    return found
+def _is_given(numbers: Numbers | float) -> bool:
+    return numbers is not None and np.size(numbers) > 0

@@ -313,7 +313,8 @@ class _Program:
         for line in self.process.stdout:
             self._lines.append(line.rstrip())
             if not self._quiet:
-                print(line, end="", flush=True)
+                with suppress(OSError, ValueError):  # nobody looks any more; the program is not to wait for that
+                    print(line, end="", flush=True)
 
 
 def _file_of(config: str | Path | Config, moved: Callable[[Callable], str], folder: Path) -> Path:
@@ -367,8 +368,9 @@ def _overrides(keys: Mapping[str, Any], moved: Callable[[Callable], str], before
 
 def _placeholder(function: Callable) -> str:
     """Returns a path for as long as it is not known where the run is, and so what stands beside it."""
-    return f"of:{function.__name__}"
+    return f"of:{getattr(function, '__name__', 'function')}"
 
 
 def _unmoved(function: Callable) -> str:
-    raise ConfigError(f"{function.__name__}: functions are given to areal_megatron.Run, not to load")
+    name = getattr(function, "__name__", repr(function))
+    raise ConfigError(f"{name}: functions are given to areal_megatron.Run, not to load")

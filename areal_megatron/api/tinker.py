@@ -123,7 +123,7 @@ class TinkerServer:
             if route not in self._routes:
                 return _error(404, f"{request.path}: this server does not have that, see docs/tinker.md")
             return _reply(self._routes[route](asked))
-        except (ConfigError, ValueError) as e:
+        except (ConfigError, ValueError, TypeError, AttributeError) as e:  # of another type than it should be
             return _error(422, first_line(e))
         except KeyError as e:
             return _error(422, f"{route}: lacks {e.args[0]}")

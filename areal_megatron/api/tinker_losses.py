@@ -10,6 +10,7 @@ from areal_megatron.config import ConfigError
 from areal_megatron.process.errors import printable
 
 _UNCLIPPED = 1e9
+_INPUTS = ("target_tokens", "weights", "logprobs", "advantages")
 
 
 def samples_of(asked: LossRequest) -> tuple[list[Response], str, dict[str, float | str]]:
@@ -43,7 +44,9 @@ def samples_of(asked: LossRequest) -> tuple[list[Response], str, dict[str, float
         targets, ones = datum.inputs["target_tokens"], np.ones(len(datum.tokens), np.float32)
         weights = datum.inputs.get("weights", ones)
         counts = weights if loss == "sft" else datum.inputs["advantages"] * weights
-        tokens = np.append(datum.tokens[1:], targets[-1])
+        if unknown := sorted(datum.inputs.keys() - set(_INPUTS)):
+            raise ConfigError(f"{where}: {printable(unknown[0])} is no input of a loss; these are {', '.join(_INPUTS)}")
+        tokens = np.append(np.asarray(datum.tokens[1:], np.int64), targets[-1:])
         if len(differ := np.flatnonzero((tokens != targets) & (counts != 0))):
             raise ConfigError(f"{where}: target_tokens[{differ[0]}] is not the token that follows in model_input")
         samples.append(

@@ -35,8 +35,7 @@ def check(config: Config, where: Callable[[str], str] = lambda key: key) -> None
 
     values = {name: value for name, _, value in config_fields(config)}
     for name, f, value in config_fields(config):
-        if not _is_allowed(f, value):
-            raise ConfigError(f"{where(name)}: must be {describe(f)}, is {value!r}{_hint(f, value)}")
+        check_field(where(name), f, value)
         if (needed := f.metadata.get("needs")) and value != f.default:
             other = name.removesuffix(f.name) + needed
             require(values[other], name, f"has no meaning without {other}{'=true' * (values[other] is False)}")
@@ -57,6 +56,12 @@ def check(config: Config, where: Callable[[str], str] = lambda key: key) -> None
         _check_driven(config, require)
     else:
         _check_batch(config, require)
+
+
+def check_field(name: str, f: Field, value: Any) -> None:
+    """Raises ConfigError, by this name, for a value that the field alone does not allow."""
+    if not _is_allowed(f, value):
+        raise ConfigError(f"{name}: must be {describe(f)}, is {value!r}{_hint(f, value)}")
 
 
 def _is_allowed(f: Field, value: Any) -> bool:

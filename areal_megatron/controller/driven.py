@@ -198,6 +198,8 @@ class Driven:
             return ProgramReply(version=self._version, wrong=str(e))
         except EngineError as e:
             return ProgramReply(version=self._version, failed=str(e))
+        except (ValueError, TypeError, ArithmeticError) as e:  # what a program asked for, and no check foresaw
+            return ProgramReply(version=self._version, failed=f"{type(message).__name__}: {type(e).__name__}: {e}")
 
     async def _carry_out(self, message: ProgramRequest) -> ProgramReply:
         match message:

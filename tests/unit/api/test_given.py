@@ -1,0 +1,135 @@
+"""What a program gives to areal.Policy: what is taken, as what, and what is refused in one line."""
+
+import numpy as np
+import pytest
+
+from areal_megatron.api import given
+from areal_megatron.api.policy import Response
+from areal_megatron.config import ConfigError
+
+DRAWING = {
+    "n": 2,
+    "max_tokens": 5,
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "stop_tokens": [3],
+    "seed": 1,
+}
+
+
+def refused(problem, call):
+    with pytest.raises(ConfigError, match=problem) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("value", "taken"),
+    [
+        ([3, 4], [3, 4]),
+        ((3,), [3]),
+        ([], []),
+        (np.array([3, 2**31 - 1]), [3, 2**31 - 1]),
+        (np.array([7], np.uint8), [7]),
+    ],
+)
+def test_tokens(value, taken):
+    found = given.tokens(value, "tokens")
+    assert found.tolist() == taken and found.dtype == np.int32
+
+
+@pytest.mark.parametrize(
+    "value", [[4.9, 5.9], [3.0], ["4"], "46", [[3], [4]], [[3], [4, 5]], 3, None, [True], [None], [2**70]]
+)
+def test_what_is_no_sequence_of_whole_numbers_is_refused_as_tokens(value):
+    refused("^tokens: must be token ids, a sequence of whole numbers$", lambda: given.tokens(value, "tokens"))
+
+
+@pytest.mark.parametrize("value", [[-1], np.array([2**32 + 5])])
+def test_tokens_are_not_wrapped(value):
+    refused("which is no token id", lambda: given.tokens(value, "tokens"))
+
+
+@pytest.mark.parametrize(
+    ("changed", "problem"),
+    [
+        ({"n": 0}, "n: must be a whole number from 1"),
+        ({"n": 2.0}, "n: must be a whole number"),
+        ({"n": True}, "n: must be a whole number"),
+        ({"max_tokens": 0}, "max_tokens: must be"),
+        ({"temperature": 2.5}, "temperature: must be a finite number from 0 to 2, is 2.5"),
+        ({"temperature": float("nan")}, "temperature: must be a finite number"),
+        ({"temperature": "1"}, "temperature: must be a finite number"),
+        ({"top_p": 0}, "top_p: must be a finite number from"),
+        ({"top_p": 2}, "top_p: must be a finite number from"),
+        ({"top_k": -5}, "top_k: must be a whole number from 0"),
+        ({"stop_tokens": "}"}, "stop_tokens: must be token ids"),
+        ({"stop_tokens": [-1]}, "stop_tokens: has -1"),
+        ({"seed": 1.5}, "seed: must be a whole number"),
+    ],
+)
+def test_a_drawing_that_engines_refuse_is_refused_before_them(changed, problem):
+    refused(problem, lambda: given.drawing(**DRAWING | changed))
+
+
+def test_numbers_of_numpy_are_numbers():
+    found = given.drawing(
+        np.int64(2), np.int32(5), np.float32(0.5), np.float64(1), np.int8(4), np.array([3]), np.int64(9)
+    )
+    assert (found.n, found.max_tokens, found.temperature, found.top_k) == (2, 5, 0.5, 4)
+    assert [type(value) for value in vars(found).values()] == [int, int, float, float, int, list, int]
+    assert given.number(np.linspace(0, 1, 3)[1], "lr", 0) == 0.5
+
+
+def test_equal_answers_are_asked_for_once():
+    assert given.drawing(**DRAWING | {"temperature": 0}).n_asked == 1
+    assert given.drawing(**DRAWING).n_asked == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"objective": "navie"}, "^objective: must be .*, is 'navie', did you mean 'naive'"),
+        ({"clip_high": float("nan")}, "^clip_high: must be a finite number"),
+        ({"clip_high": -3}, "^clip_high: must be "),
+        ({"clip_low": 2}, "^clip_low: must be "),
+        ({"clip_low": "0.2"}, "^clip_low: must be a finite number"),
+        ({"dual_clip": -1}, "^dual_clip: must be "),
+        ({"clip": 1}, "^clip: is no setting of a loss"),
+    ],
+)
+def test_settings_of_a_loss_are_held_to_the_rules_of_their_keys(settings, problem):
+    refused(problem, lambda: given.loss_settings(settings))
+
+
+def test_settings_of_a_loss():
+    taken = given.loss_settings({"objective": "naive", "clip_low": np.float64(0.5), "clip_high": 1e9, "dual_clip": 0})
+    assert taken == {"objective": "naive", "clip_low": 0.5, "clip_high": 1e9, "dual_clip": 0}
+
+
+def test_values_of_tokens():
+    assert given.of_tokens(2, 3, "weight").tolist() == [2, 2, 2]
+    assert given.of_tokens([True, False], 2, "mask", "b", np.bool_).tolist() == [True, False]
+    assert given.of_tokens([1, 0], 2, "mask", "b", np.bool_).tolist() == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("value", "kinds", "problem"),
+    [
+        (["False", "True"], "b", "mask: must be True or False"),
+        ([0.5, 1], "b", "mask: must be True or False"),
+        ([2, 0], "b", "mask: must be True or False"),
+        ([1.5, 1], "iu", "mask: must be a whole number"),
+        (None, "fiu", "mask: must be a number"),
+        ([1, 2, 3], "fiu", r"mask: has the shape \[3\]"),
+        ([1, 1e300], "fiu", "mask: must be finite"),
+    ],
+)
+def test_what_is_no_value_of_tokens_is_refused(value, kinds, problem):
+    refused(problem, lambda: given.of_tokens(value, 2, "mask", kinds))
+
+
+@pytest.mark.parametrize("value", ["12+34=", Response([1], [2]), {"role": "user"}, 3])
+def test_one_of_them_is_not_taken_for_several(value):
+    refused("^samples: must be a list of them", lambda: given.several(value, "samples", Response))
