@@ -20,7 +20,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from math import nan
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -65,7 +67,7 @@ FILTERS: dict[str, tuple[Callable[[TrainedTrajectory], float], str]] = {
     "version": (lambda t: t.version, "policy version that was trained"),
     "prompt": (lambda t: t.trajectory.prompt_id, "row of data.train, from 0"),
     "epoch": (lambda t: t.trajectory.epoch, "of the prompts"),
-    "reward": (lambda t: t.trajectory.reward, "of the answer"),
+    "reward": (lambda t: nan if t.trajectory.failed else t.trajectory.reward, "of the episode, if it is known"),
     "staleness": (lambda t: t.staleness, "versions between admission and training"),
     "length": (lambda t: len(t.trajectory.response), "tokens of the answer"),
 }
@@ -151,10 +153,9 @@ def show(trained: TrainedTrajectory, tokenizer: Tokenizer, colour: str, ratios: 
     text = Text()
     text.append(
         f"trajectory {t.name}: prompt {t.prompt_id} of epoch {t.epoch}, admitted at version {t.admission_version}, "
-        f"trained "
-        f"in batch {trained.batch} by version {trained.version} (staleness {trained.staleness})\n"
-        f"reward {t.reward:g}, {len(t.prompt)} + {len(t.response)} tokens, {int(t.loss_mask.sum())} of them trained"
-        f"{', cut' if t.truncated else ''}\n"
+        f"trained in batch {trained.batch} by version {trained.version} (staleness {trained.staleness})\n"
+        f"reward {_reward(t)}{_returns(t)}, {len(t.prompt)} + {len(t.response)} tokens, "
+        f"{int(t.loss_mask.sum())} of them trained{', cut' if t.truncated else ''}\n"
     )
     text.append_text(_legend(t, colour, ratios))
     text.append("\n\n" + tokenizer.decode(t.prompt.tolist(), special=True), "dim")
@@ -163,6 +164,14 @@ def show(trained: TrainedTrajectory, tokenizer: Tokenizer, colour: str, ratios: 
         text.append(piece, of_tokens[position])
         position += count
     return text
+
+
+def _reward(t: Trajectory) -> str:
+    return "unknown" if t.failed else f"{t.reward:g}"
+
+
+def _returns(t: Trajectory) -> str:
+    return f" (returns {', '.join(f'{value:g}' for _, value in t.returns)})" if t.returns else ""
 
 
 def _legend(t: Trajectory, colour: str, ratios: np.ndarray | None) -> Text:
@@ -181,7 +190,8 @@ def _legend(t: Trajectory, colour: str, ratios: np.ndarray | None) -> Text:
 def described(trained: TrainedTrajectory, tokenizer: Tokenizer, ratios: np.ndarray | None) -> dict[str, object]:
     """Returns a trajectory as an object for JSON."""
     t = trained.trajectory
-    names = ("uid", "sample", "epoch", "prompt_id", "admission_version", "reward", "correct", "truncated")
+    names = ("uid", "sample", "epoch", "prompt_id", "admission_version", "reward", "returns", "failed")
+    names += ("correct", "truncated")
     found = {name: getattr(t, name) for name in names}
     found |= {"batch": trained.batch, "version": trained.version, "staleness": trained.staleness}
     found |= {"prompt": tokenizer.decode(t.prompt.tolist()), "response": tokenizer.decode(t.response.tolist())}
@@ -198,17 +208,18 @@ def described(trained: TrainedTrajectory, tokenizer: Tokenizer, ratios: np.ndarr
 
 def print_table(found: Iterator[TrainedTrajectory], tokenizer: Tokenizer, width: int) -> None:
     print(COLUMNS.format("uid", "trained", "prompt", "reward", "staleness", "tokens", "cut", "versions", "answer"))
-    count, reward = 0, 0.0
+    count, rewards = 0, {}  # those that are known, by episode
     for trained in found:
         t = trained.trajectory
-        count, reward = count + 1, reward + t.reward
+        count += 1
+        rewards |= {} if t.failed else {t.uid: t.reward}
         known = sorted({*t.versions.tolist()}) or [t.admission_version]
         versions = f"{known[0]}–{known[-1]}" if len(known) > 1 else f"{known[0]}"
         line = COLUMNS.format(
             t.name,
             trained.version,
             f"{t.epoch}:{t.prompt_id}",
-            f"{t.reward:g}",
+            _reward(t),
             trained.staleness,
             len(t.response),
             "cut" if t.truncated else "",
@@ -217,7 +228,7 @@ def print_table(found: Iterator[TrainedTrajectory], tokenizer: Tokenizer, width:
         )
         answer = " ".join(tokenizer.decode(t.response.tolist()).split())
         print(line + escaped(answer[:width])[: max(width - len(line), 10)])
-    print(f"{count} trajectories" + (f", mean reward {reward / count:.3f}" if count else ""))
+    print(f"{count} trajectories" + (f", mean reward {fmean(rewards.values()):.3f}" if rewards else ""))
 
 
 def config_of(place: Path) -> Config:

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from areal_megatron.config import Config, DataConfig, ModelConfig
 from areal_megatron.config.config_file import save
+from areal_megatron.controller.batches import describe
 from areal_megatron.data.dumps import Dump, write
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.data.trajectory import Trajectory
@@ -102,6 +103,25 @@ def test_a_line_says_where_and_how_it_was_trained(run, capsys):
         1,
     )
     assert found["logprobs"] == pytest.approx(np.linspace(-6, 0, 5)) and len(found["tokens"]) == 5
+
+
+def test_an_episode_of_several_samples_counts_once_and_a_failed_one_not_at_all(run, capsys):
+    """As in `reward_mean` of the batch."""
+    tokenizer = Tokenizer(trajectories.config_of(run.folder).model.path)
+    own = [answer(tokenizer, 8, "a", sample=k, returns=[(1, -5.0), (1, k / 2)]) for k in range(7)]
+    own += [answer(tokenizer, 9, "b", reward=5.0)]
+    own += [answer(tokenizer, 10 + k, "c", reward=99.0, failed=True, loss_mask=np.zeros(2, np.uint8)) for k in (0, 1)]
+    write(Dump(number=2, version=2, trajectories=own), run.trajectories)
+    assert describe(own, 2)["reward_mean"] == 0
+    *lines, total = listed(capsys, run.folder, "--version", 2)
+    assert total == "10 trajectories, mean reward 0.000" and [line.split()[3] for line in lines[-2:]] == ["unknown"] * 2
+    assert listed(capsys, run.folder, "--prompt", "5")[-1] == "2 trajectories"
+    assert listed(capsys, run.folder, "--reward", "99")[-1] == "0 trajectories"
+    found = [json.loads(line) for line in listed(capsys, run.folder, "--json", "--version", 2)]
+    assert [line["failed"] for line in found] == [False] * 8 + [True] * 2
+    assert found[3]["returns"] == [[1, -5.0], [1, 1.5]] and found[7]["returns"] == []
+    shown = listed(capsys, run.folder, "--show", 8)
+    assert "reward -5 (returns -5, 1.5), 2 + 2 tokens" in "\n".join(shown)
 
 
 def test_the_text_is_whole_whatever_its_tokens_are(model):
