@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ class ShownTrajectory(msgspec.Struct, kw_only=True):
     versions: np.ndarray
     loss_mask: np.ndarray
     reward: float
+    returns: list[tuple[int, float]] = []
     truncated: bool
     correct: bool = False
     failed: bool = False
@@ -105,7 +107,10 @@ class Browser:
         counts = sorted(Counter(t.versions.tolist()).items())
         return _row(index, t, dump.version, tokenizer) | {
             "batch": batch,
-            "episode": [[other, one.name] for other, one in enumerate(dump.trajectories) if one.uid == t.uid],
+            "episode": [
+                _row(other, dump.trajectories[other], dump.version, tokenizer) | {"depth": depth}
+                for other, depth in tree({k: o for k, o in enumerate(dump.trajectories) if o.uid == t.uid}, tokenizer)
+            ],
             "trained": dump.version,
             "prompt": tokenizer.decode(t.prompt[:PAGE_TOKENS].tolist(), special=True),
             "prompt_tokens": len(t.prompt),
@@ -140,6 +145,7 @@ def _row(index: int, t: ShownTrajectory, trained: int, tokenizer: Tokenizer) -> 
         "epoch": t.epoch,
         "row": t.prompt_id,
         "reward": None if t.failed else t.reward,
+        "returns": [] if t.failed else [value for _, value in t.returns],
         "correct": t.correct,
         "truncated": t.truncated,
         "tokens": len(t.response),
@@ -147,6 +153,34 @@ def _row(index: int, t: ShownTrajectory, trained: int, tokenizer: Tokenizer) -> 
         "versions": [min(versions), max(versions)],
         "excerpt": _line(excerpt),
     }
+
+
+def tree(samples: dict[int, ShownTrajectory], tokenizer: Tokenizer) -> list[tuple[int, int]]:
+    """Returns (key, depth) of an episode's samples, each after the one that it branches from: the sample with the
+    longest history that its own begins with. Samples of the same depth and origin stay in their order."""
+    history = {key: _history(t, tokenizer.stop_tokens) for key, t in samples.items()}
+    whole = {key: np.concatenate([t.prompt, t.response]) for key, t in samples.items()}
+    below: dict[int | None, list[int]] = {}
+    for key, own in history.items():
+        before = [k for k, other in history.items() if len(other) < len(own) and own.startswith(other)]
+        closeness = {k: (len(history[k]), _common(whole[k], whole[key])) for k in before}
+        below.setdefault(max(before, key=closeness.__getitem__, default=None), []).append(key)
+    found: list[tuple[int, int]] = []
+    waiting = [(key, 0) for key in reversed(below.get(None, []))]
+    while waiting:
+        key, depth = waiting.pop()
+        found.append((key, depth))
+        waiting += [(other, depth + 1) for other in reversed(below.get(key, []))]
+    return found
+
+
+def _history(t: ShownTrajectory, stop_tokens: Collection[int]) -> bytes:
+    """The tokens before the sample's own first answer, up to the last end of a message: a template's beginning of an
+    answer need not be in later prompts."""
+    own = np.flatnonzero(t.loss_mask)
+    before = np.concatenate([t.prompt, t.response[: own[0] if len(own) else 0]])
+    ends = np.flatnonzero(np.isin(before, [*stop_tokens]))
+    return before[: ends[-1] + 1 if len(ends) else None].tobytes()
 
 
 def _starts(prompts: list[np.ndarray], batch: list[ShownTrajectory], tokenizer: Tokenizer) -> list[str]:

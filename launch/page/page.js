@@ -468,19 +468,25 @@ async function showBatch() {
   const kind = (i) => ([1, 6].includes(i) ? "said" : "number") + ([0, 4, 5].includes(i) ? " minor" : "");
   const head = make("tr", {}, ...names.map((name, i) => make("th", { className: kind(i) }, name)));
   by("rows").replaceChildren(head, ...found.rows.map((row) => {
-    const [low, high] = row.versions;
     const cells = [row.uid, row.start || `${row.epoch}:${row.row}`, reward(row), `${row.tokens.toLocaleString("en")}${row.truncated ? " cut" : ""}`,
-      row.staleness, low === high ? low : `${low}–${high}`, row.excerpt || "(empty)"];
-    const line = make("tr", { className: "entry", tabIndex: 0 }, ...cells.map((cell, i) => make("td", { className: kind(i) }, String(cell))));
+      row.staleness, versions(row), row.excerpt || "(empty)"];
+    const line = entry(cells.map((cell, i) => make("td", { className: kind(i) }, String(cell))), () => showTrajectory(found.batch, row.index).catch(failed));
     line.cells[1].title = `row ${row.row}, epoch ${row.epoch}`;
     line.cells[2].classList.add(row.correct ? "right" : "wrong");
-    const open = () => showTrajectory(found.batch, row.index).catch(failed);
-    line.addEventListener("click", open);
-    line.addEventListener("keydown", (event) => event.key === "Enter" && open());
     return line;
   }));
 }
 
+const EPISODE = ["", "returns", "number", "number", "said"];
+
+function entry(cells, open) {
+  const line = make("tr", { className: "entry", tabIndex: 0 }, ...cells);
+  line.addEventListener("click", open);
+  line.addEventListener("keydown", (event) => event.key === "Enter" && open());
+  return line;
+}
+
+const versions = ({ versions: [low, high] }) => (low === high ? low : `${low}–${high}`);
 const reward = (row) => (row.reward === null ? "unknown" : short(row.reward));
 
 async function showTrajectory(batch, index, from = 0) {
@@ -489,11 +495,16 @@ async function showTrajectory(batch, index, from = 0) {
   opened = { batch, index, next: found.next };
   set("trajectory-of", `Trajectory ${found.uid}`);
   by("episode").hidden = found.episode.length < 2;
-  by("episode").replaceChildren(`The episode has ${found.episode.length} samples:`, ...found.episode.map(([other, name]) => {
-    const button = make("button", { type: "button", disabled: other === index }, name);
-    button.addEventListener("click", () => showTrajectory(batch, other).catch(failed));
-    return button;
-  }));
+  by("samples").replaceChildren(
+    make("tr", {}, ...["sample", "return", "tokens", "versions", "answer"].map((name, i) => make("th", { className: EPISODE[i] }, name))),
+    ...found.episode.map((row) => {
+      const cells = [row.uid, row.returns.length ? row.returns.map(short).join(", ") : reward(row), row.tokens.toLocaleString("en"), versions(row), row.excerpt || "(empty)"];
+      const line = entry(cells.map((cell, i) => make("td", { className: EPISODE[i] }, String(cell))), () => showTrajectory(batch, row.index).catch(failed));
+      line.ariaLevel = row.depth + 1;
+      line.ariaCurrent = row.index === index;
+      line.cells[0].style.paddingLeft = `${16 * row.depth}px`;
+      return line;
+    }));
   set("figures-of", `prompt ${found.epoch}:${found.row} · reward ${reward(found)} · ${found.correct ? "right" : "not right"}` +
     ` · ${found.tokens.toLocaleString("en")} tokens${found.truncated ? ", cut off" : ""} · staleness ${found.staleness} · trained to version ${found.trained + 1}`);
   set("prompt", found.prompt);

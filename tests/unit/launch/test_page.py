@@ -22,12 +22,14 @@ import numpy as np
 import pytest
 
 from areal_megatron.config import Config, DataConfig, ModelConfig, config_file
+from areal_megatron.controller.generation import _samples
+from areal_megatron.controller.schedule import Group
 from areal_megatron.data import dumps
 from areal_megatron.data.dumps import Dump, write
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.launch.page import browser as trajectory_browser
 from areal_megatron.launch.page import report, runs, server
-from areal_megatron.launch.page.browser import Browser
+from areal_megatron.launch.page.browser import Browser, tree
 from areal_megatron.launch.page.history import MOST_POINTS, History, thinned
 from areal_megatron.launch.page.report import write_report
 from areal_megatron.launch.page.runs import WatchedRuns
@@ -41,9 +43,13 @@ from areal_megatron.observe.status import EngineStatus, Status
 from areal_megatron.planning.pools import Node, Placement, Process, Slot
 from areal_megatron.run import descriptors
 from areal_megatron.run.folder import RunFolder
+from tests.support.chat_world import FORGETTING, TEMPLATE, World
 from tests.support.chromium import Chromium
 from tests.unit.launch.test_report import evaluation
 from tests.unit.programs.test_trajectories import answer, model  # noqa: F401 - a fixture
+from tests.unit.workflows.test_endpoint import ask as ask_for
+from tests.unit.workflows.test_endpoint import user
+from tests.unit.workflows.test_samples import ANSWERS, by_itself
 
 HOSTILE = "<script>window.hacked=1</script><img src=x onerror='window.hacked=2'>\"&'><svg onload=window.hacked=3>"
 UPDATES = 40
@@ -88,6 +94,8 @@ def make(tmp_path, model, updates=12, name="run"):  # noqa: F811
         own[2] = answer(tokenizer, 100 * number + 2, "x" * 5000, truncated=True)
         own[3] = answer(tokenizer, 100 * number + 3, HOSTILE, prompt=own[0].response)
         own[6] = answer(tokenizer, 100 * number + 5, "its second sample", sample=1, reward=3.0)
+        on = {"prompt": np.concatenate([own[5].prompt, own[5].response, [7, 0]]).astype(np.int32), "versions": versions}
+        own[7] = answer(tokenizer, 100 * number + 5, "goes", sample=2, reward=3.0, returns=[(3, 2.0), (2, -1.5)], **on)
         write(Dump(number=number, version=number, trajectories=own), run.trajectories)
     places = [Process("controller", "controller", 0, "a1", ())]
     places += [Process("trainer-0", "trainer", 0, "a1", (Slot("a1", 0),))]
@@ -339,6 +347,34 @@ def test_prompts_are_told_apart_by_what_follows_their_common_lines(tmp_path, mod
     assert browser.page(config, 0, 0, "cut")["rows"] == []
 
 
+async def branching(episode):
+    """Two answers to the first question, one of which goes on in two ways, and a question apart."""
+    async with episode.openai() as api:
+        first = [user("hi?"), await ask_for(api, [user("hi?")])]
+        for said in ("one", "two"):
+            await ask_for(api, [*first, user(said)])
+        await ask_for(api, [user("else?")])
+        await ask_for(api, [user("hi?")])
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("workflow", "template", "depths"),
+    [
+        (by_itself, TEMPLATE, {"0": 0}),
+        (by_itself, FORGETTING, {"0": 0, "0.1": 1, "0.2": 2}),
+        (branching, TEMPLATE, {"0": 0, "0.1": 1, "0.2": 0, "0.3": 0}),
+    ],
+)
+def test_samples_are_below_the_one_whose_history_they_branch_from(tmp_path, workflow, template, depths):
+    said = [*ANSWERS, "five"]
+    world = World(tmp_path, workflow, lambda _, number: said[number], template=template, turns=5)
+    (ended,) = asyncio.run(world.sample())
+    group = Group(number=0, epoch=0, prompt_id=7, engine=0, admission_version=0, deadline=9)
+    found = dict(enumerate(_samples(group, 0, ended, 1.0)))
+    assert {found[key].name: depth for key, depth in tree(found, world.tokenizer)} == depths
+
+
 @pytest.mark.parametrize("width", [1300, 400])
 def test_it_is_readable_and_what_models_say_stays_text(tmp_path, model, browser, width):  # noqa: F811
     run, metrics, _ = make(tmp_path, model)
@@ -359,8 +395,24 @@ def test_it_is_readable_and_what_models_say_stays_text(tmp_path, model, browser,
         assert page.value("document.querySelectorAll('main script, main img').length") == 0
         assert page.value("document.getElementById('episode').hidden")
         page.value("document.querySelectorAll('#rows tr.entry')[5].click()")
-        page.wait("document.querySelectorAll('#episode button').length === 2")
-        page.value("document.querySelectorAll('#episode button')[1].click()")
+        samples = "[...document.querySelectorAll('#samples tr.entry')]"
+        page.wait(f"{samples}.length === 3")
+        assert page.value(f"{samples}.map(r => [...r.cells].map(c => c.textContent).slice(0, 4))") == [
+            ["105", "3", str(len(f"answer 5 {HOSTILE}<eos>") - 4), "0"],
+            ["105.2", "2, -1.5", "5", "3–4"],
+            ["105.1", "3", "18", "0"],
+        ]
+        assert page.value(f"{samples}.map(r => [r.ariaLevel, r.ariaCurrent])") == [
+            ["1", "true"],
+            ["2", "false"],
+            ["1", "false"],
+        ]
+        starts = f"{samples}.map(r => {{ const s = document.createRange(); s.selectNodeContents(r.cells[0]); "
+        first, second, third = page.value(starts + "return s.getBoundingClientRect().left; })")
+        assert first == third and second - first == 16 and fits(page)
+        if folder := os.environ.get("SCREENSHOTS"):
+            page.screenshot(Path(folder) / f"episode-{width}.png")
+        page.value(f"{samples}[2].click()")
         page.wait("document.getElementById('answer').textContent.includes('its second sample')")
         assert page.value("document.getElementById('trajectory-of').textContent") == "Trajectory 105.1"
         page.value("document.querySelectorAll('#rows tr.entry')[1].click()")
