@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from areal_megatron.config import ConfigError
-from areal_megatron.data.drawing import stated
 from areal_megatron.data.formats import Row, field
 from areal_megatron.run.json_input import parse_json
 
@@ -55,7 +54,7 @@ def conversation_of(row: Row, where: str, turns: str) -> Conversation:
     Raises ConfigError, which names the row (`where`) and the message, counted from 1: for one without a role or with
     content that is no text, for roles out of order, a tool's result without a call, and where nothing is to be trained.
     """
-    row = stated(row)
+    row = given(row)
     system = [{"role": "system", "content": row["system"]}] if row.get("system") else []
     before = messages_of(system, "system", where)
     name = next((name for name in _FIELDS if name in row), "completion")
@@ -66,12 +65,18 @@ def conversation_of(row: Row, where: str, turns: str) -> Conversation:
     own = [*before, *said]
     if name == "messages" and isinstance(row.get("answer"), dict):  # a turn of a longer episode, as τ² data have it
         first, turns = len(own), "all"
-        own.append(_message({"role": "assistant", **row["answer"]}, f"{where}: field 'answer'"))
+        own.append(_message({"role": "assistant", **given(row["answer"])}, f"{where}: field 'answer'"))
     else:
         first = len(before)
         own += _reply(row, own[-1], where)
     marks = _marks(row[name], len(before), where)
     return Conversation(own, tools_of(row, where), _trained(own, first, marks, where, turns))
+
+
+def given(said: dict[str, Any]) -> dict[str, Any]:
+    """Returns a row, or a message, without its own keys that are null. Arguments of calls and tools keep theirs, which
+    mean something."""
+    return {key: value for key, value in said.items() if value is not None}
 
 
 def _reply(row: Row, last: Message, where: str) -> list[Message]:
@@ -108,9 +113,12 @@ def tools_of(row: Row, where: str) -> list[Any] | None:
 
 def _tool(said: dict[str, Any]) -> dict[str, Any]:
     """Returns a tool as OpenAI's chat completions have it, also of a function alone."""
-    if "function" in said or not isinstance(said.get("name"), str):
+    if said.get("function") is not None or not isinstance(said.get("name"), str):
         return said
-    return {"type": "function", "function": {key: value for key, value in said.items() if key != "type"}}
+    return {
+        "type": "function",
+        "function": {key: value for key, value in said.items() if key not in ("type", "function")},
+    }
 
 
 def check_order(messages: Sequence[Message], where: str) -> None:
@@ -180,6 +188,7 @@ def _messages(row: Row, name: str, where: str) -> list[Message]:
 def _message(said: Any, place: str) -> Message:
     if not isinstance(said, dict):
         raise ConfigError(f"{place} is {type(said).__name__}, expected an object with `role` and `content`")
+    said = given(said)
     speaker, content = said.get("role", said.get("from")), said.get("content", said.get("value"))
     role = _SPEAKERS.get(speaker) if isinstance(speaker, str) else None
     if role is None:
@@ -215,7 +224,7 @@ def _content(said: Any, place: str) -> str:
 
 def _part(said: Any) -> Any:
     """Returns the text of a part of a content, None if it is none."""
-    return (said.get("text") if said.get("type", "text") == "text" else None) if isinstance(said, dict) else said
+    return (said.get("text") if said.get("type") in (None, "text") else None) if isinstance(said, dict) else said
 
 
 def _calls(said: Any, place: str) -> list[dict[str, Any]]:
@@ -230,7 +239,7 @@ def _calls(said: Any, place: str) -> list[dict[str, Any]]:
 
 
 def _call(said: Any) -> dict[str, Any]:
-    function = said.get("function", said)
+    function = said.get("function") or said
     name = function["name"]
     arguments = next((function[key] for key in _ARGUMENTS if function.get(key) is not None), None)
     arguments = (parse_json(arguments or "null") if isinstance(arguments, str) else arguments) or {}

@@ -95,7 +95,7 @@ def _examples(
         try:
             check_text_alone(record.row, record.where)
             if is_conversation(record.row):
-                conversation = conversation_of(record.row, record.where, settings.turns)
+                conversation = conversation_of(record.said, record.where, settings.turns)
                 rendered.append((record, renderer.samples(conversation, record.where)))
                 said.append((record, conversation))
             else:

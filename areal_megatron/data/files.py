@@ -14,11 +14,13 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from areal_megatron.config import Config, ConfigError
+from areal_megatron.data.drawing import stated
 from areal_megatron.hub import hub
 from areal_megatron.process.errors import first_line
 from areal_megatron.run.json_input import parse_json
 
 _SHARD = re.compile(r"-\d+-of-\d+$")
+_COLUMNS = (".parquet", ".arrow")
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,13 @@ class Record:
     row: dict[str, Any]
     environment: int = 0
     """Number of the environment of the config, from 0."""
+    has_columns: bool = False
+    """Whether its file has columns, so that the row has a null for each key that only other rows have."""
+
+    @property
+    def said(self) -> dict[str, Any]:
+        """The row without the nulls that columns add; those that JSON states are there."""
+        return stated(self.row) if self.has_columns else self.row
 
 
 def rows(config: Config, key: str) -> Iterator[Record]:
@@ -156,7 +165,7 @@ def records(text: str | Path) -> Iterator[Record]:
                 where = f"{file}:{place + 1}"
                 if not isinstance(row, dict):
                     raise ConfigError(f'{where}: expected an object like {{"prompt": …}}, found {type(row).__name__}')
-                yield Record(count, number, where, row)
+                yield Record(count, number, where, row, has_columns=file.suffix in _COLUMNS)
                 count += 1
         if count == before:
             raise ConfigError(f"{source.path}: the dataset is empty; it needs one JSON object a line, or rows")

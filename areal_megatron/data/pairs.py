@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from areal_megatron.config import ConfigError
-from areal_megatron.data.conversations import Conversation, Message, check_order, messages_of, tools_of
-from areal_megatron.data.drawing import digest_of, stated
+from areal_megatron.data.conversations import Conversation, Message, check_order, given, messages_of, tools_of
+from areal_megatron.data.drawing import digest_of
 from areal_megatron.data.files import records
 from areal_megatron.data.formats import Chat, Row, check_text_alone, field, prompt_of, text_of
 from areal_megatron.data.samples import ConversationRenderer
@@ -61,7 +61,7 @@ def read_pairs(text: str | Path, tokenizer: Tokenizer) -> list[Pair]:
     for record in found:
         check_text_alone(record.row, record.where)
         if has_more_than_text(record.row):
-            conversations[record.id] = read_conversations(record.row, record.where)
+            conversations[record.id] = read_conversations(record.said, record.where)
         else:
             texts[record.id] = read_pair(record.row, record.where)
     said: dict[int, Texts | Conversations] = texts | conversations
@@ -100,7 +100,7 @@ def has_more_than_text(row: Row) -> bool:
 def read_conversations(row: Row, where: str) -> Conversations:
     """Returns the conversations of a row that end with its better answer and with its worse one: in the shapes of
     `read_pair`, with messages and tools as `conversation_of` reads them. Raises ConfigError."""
-    row = stated(row)
+    row = given(row)
     better, worse = (_messages(field(row, name, (str, list), where), name, where) for name in _ANSWERS)
     if len(better) > 1 or len(worse) > 1:
         if better[:-1] != worse[:-1]:

@@ -2,6 +2,8 @@
 
 import json
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from areal_megatron.config import ConfigError
@@ -16,6 +18,12 @@ AGAIN, SUM = {"role": "user", "content": "2+3?"}, {"role": "assistant", "content
 SYSTEM = {"role": "system", "content": "S"}
 ADD = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
 CALLING = {"role": "assistant", "content": "", "tool_calls": [ADD]}
+
+
+def calling(arguments):
+    return CALLING | {"tool_calls": [{"type": "function", "function": {"name": "add", "arguments": arguments}}]}
+
+
 TOLD = {"role": "tool", "content": "5"}
 TOOLS = [{"type": "function", "function": {"name": "add"}}]
 AS_TEXT = '<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>'
@@ -71,7 +79,7 @@ FORMS = {
                 SUM,
             ],
         },
-        [USER, CALLING, TOLD, SUM],
+        [USER, calling({"a": 2, "b": None}), TOLD, SUM],
         TOOLS,
         (1, 3),
     ),
@@ -181,6 +189,26 @@ def test_every_published_form_is_read(form):
     found = conversation_of(row, "x:1", "all")
     assert (found.messages, found.tools, found.trained) == (messages, tools, trained)
     assert conversation_of(row, "x:1", "last").trained == trained[-1:]
+
+
+def test_nulls_that_json_states_stay_and_those_that_columns_add_go(tmp_path):
+    tool = {
+        "name": "add",
+        "description": None,
+        "parameters": {"type": "object", "properties": {"a": {"default": None}}},
+    }
+    stated = {"messages": [USER, calling({"a": None, "b": 1}), TOLD, SUM], "tools": [TOOLS[0] | {"function": tool}]}
+    other = {"messages": [USER, calling({"a": 5, "b": 6, "c": 7})], "tools": TOOLS}
+    path, shown = tmp_path / "rows.jsonl", {}
+    path.write_text("".join(json.dumps(row) + "\n" for row in (stated, other)))
+    pq.write_table(pa.Table.from_pylist([stated, other]), tmp_path / "rows.parquet")
+    tokenizer = Tokenizer(folder_of(tmp_path / "model", "qwen2.5"))
+    for kind in ("jsonl", "parquet"):
+        example, _ = read_examples(tmp_path / f"rows.{kind}", tokenizer)
+        shown[kind] = tokenizer.decode(example.samples[0].tokens.tolist(), special=True)
+    assert '"arguments": {"a": null, "b": 1}' in shown["jsonl"] and '"default": null' in shown["jsonl"]
+    assert '"description": null' in shown["jsonl"]
+    assert '"arguments": {"b": 1}' in shown["parquet"] and "null" not in shown["parquet"]
 
 
 @pytest.mark.parametrize("marks", [("weight", 0, 1), ("train", False, True), ("train", None, True)])

@@ -125,6 +125,15 @@ MESSAGES = {
 }
 
 
+def test_arguments_that_are_null_stay_in_pairs(tmp_path):
+    called = {"role": "assistant", "content": None, "function_call": None, "tool_calls": [{"name": "add"}]}
+    called["tool_calls"][0]["arguments"] = {"a": None, "b": 1}
+    row = {"prompt": [USER], "chosen": [called], "rejected": [WRONG], "tools": TOOLS}
+    tokenizer = Tokenizer(folder_of(tmp_path / "model", "qwen2.5"))
+    [pair] = read_pairs(save(tmp_path / "pairs.jsonl", [row]), tokenizer)
+    assert '{"a": null, "b": 1}' in tokenizer.decode(pair.chosen.tolist(), special=True)
+
+
 @pytest.mark.parametrize("marks", [False, True])
 @pytest.mark.parametrize("shape", MESSAGES)
 def test_messages_with_thinking_and_calls_are_rendered_by_the_template(tmp_path, shape, marks):
