@@ -49,7 +49,7 @@ def is_conversation(row: Row) -> bool:
 
 
 def conversation_of(row: Row, where: str, turns: str) -> Conversation:
-    """Returns the conversation of a row; `turns` is sft.turns.
+    """Returns the conversation of a row, also of one with a prompt and a response as text; `turns` is sft.turns.
 
     Raises ConfigError, which names the row (`where`) and the message, counted from 1: for one without a role or with
     content that is no text, for roles out of order, a tool's result without a call, and where nothing is to be trained.
@@ -57,19 +57,22 @@ def conversation_of(row: Row, where: str, turns: str) -> Conversation:
     row = given(row)
     system = [{"role": "system", "content": row["system"]}] if row.get("system") else []
     before = messages_of(system, "system", where)
-    name = next((name for name in _FIELDS if name in row), "completion")
-    if name == "completion":
-        before += _messages(row, "prompt", where)
-    said = _messages(row, name, where)
-    before = before if said[:1] != before else []
+    name = next((name for name in _FIELDS if name in row), "")
+    asked = [] if name else _messages(row, "prompt", where, "user")
+    name = name or ("completion" if "completion" in row and "response" not in row else "response")
+    said = _messages(row, name, where, "assistant" if name in _REPLIES else "")
+    before = [*(before if [*asked, *said][:1] != before else []), *asked]
     own = [*before, *said]
-    if name == "messages" and isinstance(row.get("answer"), dict):  # a turn of a longer episode, as τ² data have it
+    if isinstance(row[name], str):
+        first, turns = len(before), "all"
+        _reply(row, own[-1], where)
+    elif name == "messages" and isinstance(row.get("answer"), dict):  # a turn of a longer episode, as τ² data have it
         first, turns = len(own), "all"
         own.append(_message({"role": "assistant", **given(row["answer"])}, f"{where}: field 'answer'"))
     else:
         first = len(before)
         own += _reply(row, own[-1], where)
-    marks = _marks(row[name], len(before), where)
+    marks = _marks(row[name] if isinstance(row[name], list) else [], len(before), where)
     return Conversation(own, tools_of(row, where), _trained(own, first, marks, where, turns))
 
 
@@ -181,8 +184,10 @@ def _marks(said: Sequence[Any], first: int, where: str) -> dict[int, bool]:
     return found
 
 
-def _messages(row: Row, name: str, where: str) -> list[Message]:
-    return messages_of(field(row, name, (list,), where), name, where)
+def _messages(row: Row, name: str, where: str, role: str = "") -> list[Message]:
+    """Returns the messages of a field, which may be a text if `role` says whose."""
+    said = field(row, name, (str, list) if role else (list,), where)
+    return messages_of([{"role": role, "content": said}] if isinstance(said, str) else said, name, where)
 
 
 def _message(said: Any, place: str) -> Message:

@@ -11,10 +11,11 @@ import numpy as np
 
 from areal_megatron.config import ConfigError, DataConfig, SFTConfig
 from areal_megatron.data.chat_template import Span
-from areal_megatron.data.conversations import Conversation, conversation_of, is_conversation
+from areal_megatron.data.conversations import Conversation, check_order, conversation_of, is_conversation
 from areal_megatron.data.drawing import digest_of
 from areal_megatron.data.files import Record, records
 from areal_megatron.data.formats import Chat, check_text_alone, field, prompt_of, text_of
+from areal_megatron.data.pairs import has_more_than_text
 from areal_megatron.data.prompts import LeftOut
 from areal_megatron.data.samples import ConversationRenderer, RenderedText
 from areal_megatron.data.tokenizer import Tokenizer
@@ -94,7 +95,7 @@ def _examples(
     for record in found:
         try:
             check_text_alone(record.row, record.where)
-            if is_conversation(record.row):
+            if is_conversation(record.row) or has_more_than_text(record.row):
                 conversation = conversation_of(record.said, record.where, settings.turns)
                 rendered.append((record, renderer.samples(conversation, record.where)))
                 said.append((record, conversation))
@@ -143,7 +144,10 @@ def _texts(record: Record) -> Texts:
     """Returns the prompt and the response of a row. Raises ConfigError."""
     row = record.row
     name = "completion" if isinstance(row.get("completion"), str) and "response" not in row else "response"
-    return prompt_of(row, record.where), field(row, name, (str,), record.where)
+    prompt, response = prompt_of(row, record.where), field(row, name, (str,), record.where)
+    if isinstance(prompt, list):
+        check_order([*prompt, {"role": "assistant", "content": response}], record.where)
+    return prompt, response
 
 
 def _of_texts(asked: Sequence[tuple[Record, Texts]], tokenizer: Tokenizer) -> dict[int, list[_Sequence]]:

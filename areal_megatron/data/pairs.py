@@ -18,7 +18,7 @@ from areal_megatron.data.tokenizer import Tokenizer
 
 _ANSWERS = ("chosen", "rejected")
 _PROMPTS = ("prompt", "question", "instruction")
-_MORE = ("tool_calls", "thinking", "reasoning_content", "reasoning", "tool_call_id")
+_MORE = ("tool_calls", "function_call", "thinking", "reasoning_content", "reasoning", "tool_call_id")
 """What a message may have beside a text."""
 _TURN = re.compile(r"\n\n(Human|Assistant): ?")
 _ROLES = {"Human": "user", "Assistant": "assistant"}
@@ -92,7 +92,9 @@ def has_more_than_text(row: Row) -> bool:
     said = [row.get(name) for name in (*_ANSWERS, *_PROMPTS)]
     messages = [message for each in said if isinstance(each, list) for message in each if isinstance(message, dict)]
     return bool(row.get("tools")) or any(
-        isinstance(message.get("content"), list) or message.get("role") == "tool" or any(map(message.get, _MORE))
+        isinstance(message.get("content"), list)
+        or message.get("role") in ("tool", "function")
+        or any(map(message.get, _MORE))
         for message in messages
     )
 
@@ -107,7 +109,7 @@ def read_conversations(row: Row, where: str) -> Conversations:
             raise ConfigError(f"{where}: 'chosen' and 'rejected' differ before their last message")
         before = _with_system(row, better[:-1], where)
     else:
-        before = _messages(_prompt(row, where, whole=False), "prompt", where, role="user")
+        before = _prompt(row, where, as_text=False)
     tools, number = tools_of(row, where), len(before)
     found = [Conversation([*before, answers[-1]], tools, (number,)) for answers in (better, worse)]
     for name, conversation in zip(_ANSWERS, found, strict=True):
@@ -135,6 +137,8 @@ def read_pair(row: Row, where: str) -> tuple[str | Chat, str, str]:
     last = [turns[-1] for turns in conversations]
     for name, message in zip(_ANSWERS, last, strict=True):
         _check_answer(name, message["role"], where)
+    if isinstance(prompt, list) and not _TURN.match(str(row["chosen"])):  # Anthropic's have some turns out of order
+        check_order([*prompt, last[0]], where)
     return prompt, last[0]["content"], last[1]["content"]
 
 
@@ -143,11 +147,15 @@ def _check_answer(name: str, role: str, where: str) -> None:
         raise ConfigError(f"{where}: the last message of {name!r} is of role {role!r}, not 'assistant'")
 
 
-def _prompt(row: Row, where: str, whole: bool = True) -> str | Chat:
-    """Returns the prompt of a row; only with `whole` its messages must be texts."""
+def _prompt(row: Row, where: str, as_text: bool = True) -> str | Chat:
+    """Returns the prompt of a row: a text or messages that are texts; unless `as_text`, messages of any kind."""
     name = next((name for name in _PROMPTS if row.get(name) is not None), "prompt")
     own = {"prompt": row[name]} if name in row else row
-    prompt = prompt_of(own, where) if whole else field(own, "prompt", (str, list), where)
+    prompt = (
+        prompt_of(own, where)
+        if as_text
+        else _messages(field(own, "prompt", (str, list), where), "prompt", where, role="user")
+    )
     if not row.get("system"):
         return prompt
     return _with_system(row, [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt, where)

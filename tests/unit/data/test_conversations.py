@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from areal_megatron.config import ConfigError
+from areal_megatron.config import ConfigError, SFTConfig
 from areal_megatron.data.conversations import conversation_of, is_conversation
 from areal_megatron.data.examples import read_examples
 from areal_megatron.data.prompts import LeftOut
@@ -266,6 +266,53 @@ def test_other_rows_are_refused_in_a_line(row, problem):
     with pytest.raises(ConfigError) as error:
         conversation_of(row, "x:1", "all")
     assert str(error.value).startswith(f"x:1: {problem}") and "\n" not in str(error.value)
+
+
+THOUGHT = calling({"a": 2}) | {"thinking": "use it"}
+
+
+def in_file(path, *rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize("reply", ["response", "completion"])
+@pytest.mark.parametrize("prompt", ["2+3?", [SYSTEM, AGAIN], [AGAIN, THOUGHT, TOLD]])
+def test_a_prompt_and_a_response_are_read_as_the_messages_that_they_are(tmp_path, prompt, reply):
+    path, tokenizer = tmp_path / "rows.jsonl", Tokenizer(folder_of(tmp_path / "model", "qwen3"))
+    asked = [AGAIN] if isinstance(prompt, str) else prompt
+    beside, whole = {"prompt": prompt, reply: "5", "tools": TOOLS}, {"messages": [*asked, SUM], "tools": TOOLS}
+    [one], [other] = (
+        read_examples(in_file(path, row), tokenizer, SFTConfig(turns=turns))
+        for row, turns in ((beside, "marked"), (whole, "last"))
+    )
+    [sample], [same] = one.samples, other.samples
+    assert sample.tokens.tolist() == same.tokens.tolist() and sample.trained.tolist() == same.trained.tolist()
+    shown = tokenizer.decode(sample.tokens.tolist(), special=True)
+    assert '"name": "add"' in shown and ("use it" in shown) == (THOUGHT in asked)
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({"prompt": [USER, HELLO], "response": "5"}, "message 3 is the assistant's, as is the one before it"),
+        ({"prompt": [USER, TOLD, HELLO, SUM], "response": "5"}, "message 2 is a tool's result without a call"),
+        ({"prompt": [USER, CALLING], "response": "5"}, "message 3 is the assistant's, as is the one before it"),
+        ({"prompt": "2+3?", "response": "5", "tools": "x"}, "field 'tools' is no list of tools"),
+        ({"prompt": "2+3?", "tools": TOOLS}, "field 'response' is missing"),
+    ],
+)
+def test_a_prompt_and_a_response_that_are_no_conversation_are_refused(tmp_path, row, problem):
+    path, tokenizer = in_file(tmp_path / "rows.jsonl", row), Tokenizer(folder_of(tmp_path / "model", "qwen3"))
+    with pytest.raises(ConfigError) as error:
+        read_examples(path, tokenizer)
+    assert str(error.value).startswith(f"{path}:1: {problem}") and "\n" not in str(error.value)
+
+
+def test_tools_beside_a_prompt_are_refused_where_the_template_shows_none(tmp_path):
+    path = in_file(tmp_path / "rows.jsonl", {"prompt": "2+3?", "completion": "5", "tools": TOOLS})
+    with pytest.raises(ConfigError, match=r"rows.jsonl:1: has tools, and the chat template shows none"):
+        read_examples(path, Tokenizer(folder_of(tmp_path / "model", "deepseek")))
 
 
 def test_marks_that_are_none_and_rows_without_any_are_refused():

@@ -67,6 +67,14 @@ def test_every_published_shape_is_read(shape):
         ({"prompt": "1+1", "chosen": [{"role": "assistant"}], "rejected": "3"}, "x:1: message 0 of 'chosen' needs"),
         ({"prompt": "1+1", "chosen": [USER], "rejected": "3"}, "x:1: the last message of 'chosen' is of role 'user'"),
         ({"chosen": [USER, RIGHT], "rejected": [SYSTEM, USER, WRONG]}, "x:1: 'chosen' and 'rejected' differ before"),
+        (
+            {"prompt": [USER, RIGHT], "chosen": "2", "rejected": "3"},
+            "x:1: message 3 is the assistant's, as is the one before it",
+        ),
+        (
+            {"chosen": [USER, RIGHT, RIGHT], "rejected": [USER, RIGHT, WRONG]},
+            "x:1: message 3 is the assistant's, as is the one before it",
+        ),
     ],
 )
 def test_other_rows_are_refused_in_a_line(row, problem):
@@ -117,6 +125,28 @@ MESSAGES = {
             "tools": json.dumps(TOOLS),
         },
         (Q_TOLD, "<think>\n2 it is\n</think>\n\n2<|im_end|>", Q_GUESS),
+    ),
+    "a call and its result, as older APIs have them": (
+        {
+            "prompt": [SYSTEM, USER],
+            "chosen": [{"role": "assistant", "content": "", "function_call": CALL["function"]}],
+            "rejected": [WRONG],
+        },
+        (
+            Q_BEGIN.replace(f"\n\n# Tools\n{json.dumps(TOOLS[0])}", ""),
+            Q_CALL.replace("use it", ""),
+            "<think>\n\n</think>\n\n3<|im_end|>",
+        ),
+    ),
+    "a system of parts, beside a prompt": (
+        {
+            "system": "Add.",
+            "prompt": [SYSTEM | {"content": [{"type": "text", "text": "Add."}]}, USER],
+            "chosen": [CALLING],
+            "rejected": [GUESSING],
+            "tools": TOOLS,
+        },
+        (Q_BEGIN, Q_CALL, Q_GUESS),
     ),
     "a text against a message": (
         {"prompt": "What is 1+1?", "system": "Add.", "chosen": "2", "rejected": [GUESSING], "tools": TOOLS},
