@@ -6,6 +6,7 @@ Messages become what chat templates want: `role` and `content` as text; of the a
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -72,7 +73,14 @@ def conversation_of(row: Row, where: str, turns: str) -> Conversation:
     else:
         first = len(before)
         own += _reply(row, own[-1], where)
+    if isinstance(row.get("answer"), str) and row["answer"].strip() and own[-1]["role"] != "assistant":
+        raise ConfigError(
+            f"{where}: field 'answer' is a text beside messages without an answer; rename it to 'response' if it is "
+            "theirs, or leave it out"
+        )
     marks = _marks(row[name] if isinstance(row[name], list) else [], len(before), where)
+    if name == "messages" and isinstance(row.get("answer"), dict):
+        marks |= _marks([row["answer"]], first, f"{where}: field 'answer'")
     return Conversation(own, tools_of(row, where), _trained(own, first, marks, where, turns))
 
 
@@ -107,6 +115,7 @@ def tools_of(row: Row, where: str) -> list[Any] | None:
         said = parse_json(said) if isinstance(said, str) and said.strip() else said
         said = [said] if isinstance(said, dict) else said or []
         found = [parse_json(tool) if isinstance(tool, str) else tool for tool in said]
+        json.dumps(found, allow_nan=False)
     except (ValueError, TypeError) as e:
         raise ConfigError(f"{where}: field 'tools' is no list of tools: {e}") from None
     if not all(isinstance(tool, dict) for tool in found):
@@ -173,14 +182,15 @@ def _trained(
 
 
 def _marks(said: Sequence[Any], first: int, where: str) -> dict[int, bool]:
-    """Returns which messages of the assistant are marked: number, from `first` on → whether it is to be trained."""
+    """Returns which messages are marked: number, from `first` on → whether it is to be trained, which one mark of two
+    forbids."""
     found = {}
     for number, message in enumerate(said, 1):
-        mark = next((message[key] for key in _MARKS if key in message), None)
-        if mark not in (None, 0, 1):
-            raise ConfigError(f"{where}: message {number} has a mark of {mark!r}, expected 0 or 1, true or false")
-        if mark is not None:
-            found[first + number - 1] = bool(mark)
+        marks = [message[key] for key in _MARKS if message.get(key) is not None]
+        if other := [mark for mark in marks if mark not in (0, 1)]:
+            raise ConfigError(f"{where}: message {number} has a mark of {other[0]!r}, expected 0 or 1, true or false")
+        if marks:
+            found[first + number - 1] = all(marks)
     return found
 
 
@@ -239,7 +249,8 @@ def _calls(said: Any, place: str) -> list[dict[str, Any]]:
         return [_call(call) for call in ([said] if isinstance(said, dict) else said or [])]
     except (ValueError, TypeError, KeyError, AttributeError):
         raise ConfigError(
-            f"{place}: its tool_calls must be a list of functions with `name`, and `arguments`, an object or JSON text"
+            f"{place}: its tool_calls must be a list of functions with `name`, and `arguments`, an object or JSON "
+            "text without NaN"
         ) from None
 
 
@@ -250,5 +261,6 @@ def _call(said: Any) -> dict[str, Any]:
     arguments = (parse_json(arguments or "null") if isinstance(arguments, str) else arguments) or {}
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
         raise ValueError
+    json.dumps(arguments, allow_nan=False)
     call = {"type": "function", "function": {"name": name, "arguments": arguments}}
     return call | ({"id": said["id"]} if isinstance(said.get("id"), str) else {})

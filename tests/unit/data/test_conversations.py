@@ -259,6 +259,14 @@ def test_marked_messages_alone_are_trained(marks):
         ({"messages": [USER, HELLO], "tools": "x"}, "field 'tools' is no list of tools"),
         ({"messages": [USER, HELLO], "tools": [1]}, "field 'tools' must be a list of objects"),
         ({"messages": [USER], "answer": {"content": ""}}, "field 'answer' is the assistant's and says nothing"),
+        ({"messages": [USER], "answer": "Hello"}, "field 'answer' is a text beside messages without an answer"),
+        ({"messages": [USER], "answer": HELLO | {"weight": 0}}, "every message of the assistant has `weight` 0"),
+        (
+            {"messages": [USER, calling({"a": float("nan")})]},
+            "message 2 of 'messages': its tool_calls must be a list",
+        ),
+        ({"messages": [USER, calling('{"a": [1e999]}')]}, "message 2 of 'messages': its tool_calls must be a list"),
+        ({"messages": [USER, HELLO], "tools": '[{"name": "a", "default": NaN}]'}, "field 'tools' is no list of tools"),
         ({"conversations": [{"from": "human", "value": "a"}, {"from": "bard", "value": "b"}]}, "message 2 of 'conv"),
     ],
 )
@@ -332,6 +340,13 @@ def test_unusable_conversations_are_left_out_and_counted_if_asked_for(tmp_path):
     [example] = read_examples(path, tokenizer, unusable="skip", left_out=left_out)
     assert example.where == f"{path}:1" and left_out.counts.total() == 2
     assert left_out.lines()[0] == f"1 × message 2 is a tool's result without a call, such as {path}:2"
+
+
+@pytest.mark.parametrize("turns", ["all", "last", "marked"])
+def test_one_mark_that_forbids_a_message_is_enough(turns):
+    for forbidden in ({"weight": 1, "train": False}, {"weight": 0, "train": True}):
+        row = {"messages": [USER, HELLO | {"weight": 1}, AGAIN, SUM | forbidden]}
+        assert conversation_of(row, "x:1", turns).trained == (1,)
 
 
 @pytest.mark.parametrize(
