@@ -146,6 +146,11 @@ class ConversationRenderer:
                 f"{place} is answered after another text than the chat template shows before it: what the model would "
                 "be trained on is not what it will see"
             )
+        if thought and not tag and begin < len(asked):
+            raise ConfigError(
+                f"{place} has thinking, and the chat template asks for an answer without any: take it out, or give the "
+                "model another chat template"
+            )
         rest = whole[begin:]
         is_missing = bool(tag and thought and self._not_shown(message, rest, hidden))
         if begin == len(asked) and not is_missing:

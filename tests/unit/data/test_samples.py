@@ -355,6 +355,18 @@ def test_a_template_that_asks_by_another_text_than_it_shows_is_refused(tmp_path)
         read(tmp_path, folder, {"messages": [HI, {"role": "assistant", "content": "Hello"}]})
 
 
+def test_thinking_is_refused_where_the_question_has_ended_it(tmp_path):
+    asks = "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+    template = QWEN3.replace(asks, asks.replace("assistant\\n", "assistant\\n<think>\\n\\n</think>\\n\\n"))
+    assert template != QWEN3
+    folder = folder_of(tmp_path / "model", "qwen3", template=template)
+    [example] = read(tmp_path, folder, {"messages": unthinking([HI, HELLO])})
+    said = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n⟦Hello<|im_end|>⟧"
+    assert rendered(example) == [by_hand(folder, said)]
+    with pytest.raises(ConfigError, match=r"rows.jsonl:1: message 2 has thinking, and the chat template asks for an"):
+        read(tmp_path, folder, {"messages": [HI, HELLO]})
+
+
 def test_a_conversation_for_a_model_without_a_template_is_refused(world, tmp_path):
     with pytest.raises(
         ConfigError, match=r"rows.jsonl:1: the row is a conversation, but the model has no chat template"
