@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
 
@@ -45,10 +46,10 @@ def shown(config: Config, key: str, count: int, colours: bool = False) -> Iterat
     """Yields the text of the first `count` rows of data.train or data.eval (`key`), then what is left out. Raises
     ConfigError."""
     tokenizer, left_out = Tokenizer(config.model.path, untried=True), LeftOut.none()
-    if config.is_supervised:
-        yield from _supervised(config, key, count, tokenizer, left_out, colours)
-        return
     refuses, config.data.unusable_rows = config.data.unusable_rows == "refuse", "skip"
+    if config.is_supervised:
+        yield from _supervised(config, key, count, tokenizer, left_out, refuses, colours)
+        return
     prompts = read_prompts(config, key, tokenizer, problem_with_answers, left_out)
     functions = [own.reward for own in config.by_environment()]
     loaded = [load_function(own.function, own.timeout_s) for own in functions] if prompts else []
@@ -76,20 +77,23 @@ def _left_out(left_out: LeftOut, refuses: bool) -> Iterator[str]:
 
 
 def _supervised(
-    config: Config, key: str, count: int, tokenizer: Tokenizer, left_out: LeftOut, colours: bool
+    config: Config, key: str, count: int, tokenizer: Tokenizer, left_out: LeftOut, refuses: bool, colours: bool
 ) -> Iterator[str | Text]:
     items = read_items(config, key, tokenizer, left_out)
-    for number, item in enumerate(items[:count], 1):
+    for item in items[:count]:
         samples = item.samples if isinstance(item, Example) else [*_answers(item).values()]
         names = [*_answers(item)] if isinstance(item, Pair) else [f"sample {n}" for n, _ in enumerate(samples, 1)]
         for name, sample in zip(names, samples, strict=True):
             trained = len(sample.trained)
-            title = f"row {number}, {name}" if len(samples) > 1 else f"row {number}"
+            title = f"{item.where}, {name}" if len(samples) > 1 else item.where
             yield _titled(f"{title}: {len(sample.tokens) - trained} + {trained} tokens")
             yield _sample(tokenizer, sample, colours)
     samples = sum(len(item.samples) if isinstance(item, Example) else 2 for item in items)
     yield _titled(f"rows: {len(items)}; {'samples' if config.mode == 'sft' else 'answers'}: {samples}")
-    yield from _left_out(left_out, refuses=False)
+    for is_long in (False, True):  # which keeps no run from starting
+        reasons = [reason for reason in left_out.counts if reason.startswith("longer than sft.max_tokens=") == is_long]
+        some = LeftOut(Counter({reason: left_out.counts[reason] for reason in reasons}), left_out.first)
+        yield from _left_out(some, refuses and not is_long)
     yield from doubts_about_items(key, items)
 
 

@@ -57,8 +57,18 @@ def test_supervised_rows_and_wrong_input(show):
     code, out, _ = show([{"prompt": "1 + 1 = ", "response": "2"}], "mode=sft")
     assert code == 0 and "--- not trained\n777 1 + 1 =  888\n--- trained\n2" in out and "rows: 1; samples: 1" in out
     code, out, _ = show([{"prompt": "1 + 1 = ", "chosen": "2", "rejected": "33"}], "mode=dpo")
-    assert code == 0 and "row 1, chosen: " in out and "row 1, rejected: " in out and "rows: 1; answers: 2" in out
+    assert (
+        code == 0
+        and "data.jsonl:1, chosen: " in out
+        and "data.jsonl:1, rejected: " in out
+        and "rows: 1; answers: 2" in out
+    )
     assert "--- not trained\n777 1 + 1 =  888\n--- trained\n2" in out and "888\n--- trained\n33" in out
+    good, bad = {"prompt": "1 + 1 = ", "response": "2"}, {"prompt": "1 + 1 = "}
+    code, out, _ = show([bad, good, bad], "mode=sft")
+    assert code == 0 and "=== " in out and "data.jsonl:2: " in out and "rows: 1; samples: 1" in out
+    assert "2 rows keep the run from starting (data.unusable_rows=skip leaves them out):\n2 × field 'resp" in out
+    assert "2 rows are left out:" in show([bad, good, bad], "mode=sft", "data.unusable_rows=skip")[1]
     code, _, err = show([{"text": "1"}])
     assert code == 2 and err.startswith("error: data.train: no row can be used: 1 × field 'prompt' is missing")
     assert show([GOOD], "--eval")[2] == "error: data.eval: there is none\n"
