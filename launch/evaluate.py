@@ -298,7 +298,7 @@ class OfflineEvaluation:
             sampled = await environment.runner.sample(sampling, spec, 1)
         assert sampled is not None
         (ended,) = sampled
-        context, score = ended.context, ended.score
+        score = ended.score
         if score.failed:
             return None
         return Sampled(
@@ -308,8 +308,8 @@ class OfflineEvaluation:
             score=score.score,
             correct=score.correct,
             truncated=score.truncated,
-            tokens=context.length,
-            response=self.tokenizer.decode(context.tokens.tolist()),
+            tokens=ended.length,
+            response="\n\n".join(self.tokenizer.decode(one.tokens.tolist()) for one in ended.samples),
             prompt=prompt.text,
             answer=prompt.answer,
         )

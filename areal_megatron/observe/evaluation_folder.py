@@ -30,7 +30,9 @@ class Sampled(msgspec.Struct, kw_only=True):
     truncated: bool
     """Whether the answer was cut at --max-new-tokens."""
     tokens: int
+    """Those after the prompts, of all samples of an episode, the environment's included."""
     response: str
+    """Their text."""
     prompt: str = ""
     """Without the chat template."""
     answer: str = ""

@@ -43,10 +43,13 @@ from areal_megatron.observe.estimates import difference, estimate, figures, pass
 from areal_megatron.observe.evaluation_folder import Folder, Sampled, files_digest
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.run.folder import RunFolder
+from areal_megatron.workflows.runner import EpisodeRunner
 from areal_megatron.workflows.sampling import Decoding
-from areal_megatron.workflows.scoring import Score
+from areal_megatron.workflows.scoring import Score, Scorer
 from areal_megatron.workflows.single_turn import SingleTurn
+from areal_megatron.workflows.workflow import Workflow
 from tests.support.adapter_oracle import write_adapter
+from tests.support.chat_world import InThisProcess, Judge, equals
 from tests.support.reshard_oracle import CONFIG
 from tests.support.tiny_models import save_model
 from tests.unit.controller.test_evaluation import Kept
@@ -226,6 +229,28 @@ def test_answers_whose_rewards_failed_are_asked_for_again(world, tmp_path):
         rated = tmp_path / "rated.jsonl"
         evaluate.write_pass_rates(str(data), [a for a in folder.answers.values() if a.item == 0], rated)
         assert [json.loads(line).get("pass_rate") for line in rated.read_text().splitlines()] == [1, None]
+
+
+async def two_samples(episode):
+    await episode.sample()
+    episode.context = episode.new_transcript(list(episode.prompt.tokens))
+    await episode.sample()
+    return 1.0
+
+
+def test_an_answer_has_the_tokens_and_the_text_of_all_samples_of_its_episode(world, tmp_path):
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"prompt": "1+1=", "answer": 2}\n')
+    evaluation = evaluate.OfflineEvaluation(evaluate._options([str(world / "model"), str(data)]))
+    config, (model,) = evaluation.kinds[0], evaluation.models
+    scorer = Scorer(config.reward, Judge(equals), config.rollout.max_new_tokens)
+    runner = InThisProcess(EpisodeRunner(config, Workflow(two_samples, 2), evaluation.tokenizer, scorer))
+    engine = Engine(0, SimpleNamespace(name="engine-0", generate=Answering().generate), None)
+    with Folder(tmp_path / "out", evaluation.settings(model)) as folder:
+        asyncio.run(evaluation._ask(engine, [Environment(config, scorer, runner)], {model: folder}))
+        (found,) = folder.answers.values()
+    text = evaluation.tokenizer.decode([1, 1])
+    assert (found.tokens, found.response, found.score) == (4, f"{text}\n\n{text}", 1)
 
 
 SETTINGS = {"model": "m", "n": 2, "temperature": 0.7}
