@@ -6,7 +6,7 @@ import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -21,7 +21,7 @@ _MOST_TOP_K = 2**31 - 1
 
 
 @dataclass(frozen=True)
-class Drawing:
+class AnswerSettings:
     """How answers are sampled, in types that travel."""
 
     n: int
@@ -38,9 +38,11 @@ class Drawing:
         return self.n if self.temperature else 1
 
 
-def drawing(n: Any, max_tokens: Any, temperature: Any, top_p: Any, top_k: Any, stop_tokens: Any, seed: Any) -> Drawing:
+def answer_settings(
+    n: Any, max_tokens: Any, temperature: Any, top_p: Any, top_k: Any, stop_tokens: Any, seed: Any
+) -> AnswerSettings:
     """Returns these values within the bounds that vLLM has."""
-    return Drawing(
+    return AnswerSettings(
         whole(n, "n", 1),
         whole(max_tokens, "max_tokens", 1),
         number(temperature, "temperature", 0, 2),
@@ -129,4 +131,4 @@ def several(value: Any, what: str, of: type) -> Sequence:
     """Returns a sequence of `of`, where somebody may have given a single one."""
     if isinstance(value, str | bytes | Mapping | of) or not isinstance(value, Sequence | np.ndarray):
         raise ConfigError(f"{what}: must be a list of them, is {type(value).__name__}")
-    return value
+    return cast(Sequence, value)

@@ -177,7 +177,7 @@ class Policy:
         temperature = rollout.temperature if temperature is None else temperature
         stop_tokens = self.tokenizer.stop_tokens if stop_tokens is None else stop_tokens
         seed = secrets.randbits(_SEED_BITS - 1) if seed is None else seed
-        drawn = given.drawing(n, max_tokens, temperature, top_p, top_k, stop_tokens, seed)
+        drawn = given.answer_settings(n, max_tokens, temperature, top_p, top_k, stop_tokens, seed)
         asked = self._all_tokens(prompts, "prompt")
         for place, tokens in enumerate(asked):
             if len(tokens) + drawn.max_tokens > longest:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 
@@ -111,7 +112,7 @@ def read_conversations(row: Row, where: str) -> Conversations:
     else:
         before = _prompt(row, where, as_text=False)
     tools, number = tools_of(row, where), len(before)
-    found = [Conversation([*before, answers[-1]], tools, (number,)) for answers in (better, worse)]
+    found = [Conversation(cast(list[Message], [*before, own[-1]]), tools, (number,)) for own in (better, worse)]
     for name, conversation in zip(_ANSWERS, found, strict=True):
         _check_answer(name, conversation.messages[-1]["role"], where)
         check_order(conversation.messages, where)

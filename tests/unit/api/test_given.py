@@ -7,7 +7,7 @@ from areal_megatron.api import given
 from areal_megatron.api.policy import Response
 from areal_megatron.config import ConfigError
 
-DRAWING = {
+SETTINGS = {
     "n": 2,
     "max_tokens": 5,
     "temperature": 1.0,
@@ -69,12 +69,12 @@ def test_tokens_are_not_wrapped(value):
         ({"seed": 1.5}, "seed: must be a whole number"),
     ],
 )
-def test_a_drawing_that_engines_refuse_is_refused_before_them(changed, problem):
-    refused(problem, lambda: given.drawing(**DRAWING | changed))
+def test_settings_that_engines_refuse_are_refused_before_them(changed, problem):
+    refused(problem, lambda: given.answer_settings(**SETTINGS | changed))
 
 
 def test_numbers_of_numpy_are_numbers():
-    found = given.drawing(
+    found = given.answer_settings(
         np.int64(2), np.int32(5), np.float32(0.5), np.float64(1), np.int8(4), np.array([3]), np.int64(9)
     )
     assert (found.n, found.max_tokens, found.temperature, found.top_k) == (2, 5, 0.5, 4)
@@ -83,8 +83,8 @@ def test_numbers_of_numpy_are_numbers():
 
 
 def test_equal_answers_are_asked_for_once():
-    assert given.drawing(**DRAWING | {"temperature": 0}).n_asked == 1
-    assert given.drawing(**DRAWING).n_asked == 2
+    assert given.answer_settings(**SETTINGS | {"temperature": 0}).n_asked == 1
+    assert given.answer_settings(**SETTINGS).n_asked == 2
 
 
 @pytest.mark.parametrize(
