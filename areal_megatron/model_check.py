@@ -25,6 +25,7 @@ from areal_megatron.models.architecture import (
     Dimensions,
     architecture,
     as_reward_model,
+    implied,
     read_config,
 )
 from areal_megatron.models.described import check_token_ids, positive_number, shown
@@ -318,7 +319,7 @@ def _check_experts(config: Config, hf: dict[str, Any], model: Architecture) -> N
         )
     if model.has(ROUTER_BIAS):
         _check_sigmoid_router(hf, path, experts, chosen)
-    if chosen == 1 and hf.get("norm_topk_prob"):
+    if chosen == 1 and (implied(hf) | hf).get("norm_topk_prob"):
         raise ConfigError(
             f"model.path: {path}/config.json has num_experts_per_tok=1 and norm_topk_prob: the one "
             "probability is always 1, and the router could learn nothing"

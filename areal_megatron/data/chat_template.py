@@ -75,8 +75,7 @@ class ChatTemplate:
     ) -> str:
         """Returns the text of a conversation; if it `asks`, up to where the model starts its answer. `marks` gets what
         the template marks as the assistant's. Raises TemplateRefused."""
-        source = self._source(tools)
-        marked = _GENERATION.search(source) is not None if marks is not None else False
+        source, marked = self._source(tools), marks is not None and self.marks(tools)
         try:
             [text], found = _render(
                 [messages],
@@ -91,6 +90,10 @@ class ChatTemplate:
         if marks is not None and marked:
             marks += found[0]
         return text
+
+    def marks(self, tools: Sequence[Any] | None = None) -> bool:
+        """Whether the template marks what is the assistant's."""
+        return _GENERATION.search(self._source(tools)) is not None
 
     def says(self, word: str, tools: Sequence[Any] | None = None) -> bool:
         """Whether the template's own text has a word."""

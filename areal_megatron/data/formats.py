@@ -46,8 +46,8 @@ _ALSO_CALLED = {
 }
 """What others call our fields."""
 _SHOWN_OR_PLAYED = ("image", "images", "image_url", "input_image", "video", "videos", "video_url")
-_SHOWN_OR_PLAYED += ("audio", "audios", "audio_url", "input_audio")
-"""Names of fields, and of parts of messages, that are no text."""
+_SHOWN_OR_PLAYED += ("audio", "audios", "audio_url", "input_audio", "multi_modal_data", "pixel_values", "decoded_image")
+"""Names of fields, of what messages have, and of their parts, that are no text; small letters, without a number."""
 _UNPACKED_BYTES = 1 << 30
 """Limit on a decompressed LiveCodeBench field."""
 _PICKLED_TEXT = {
@@ -99,7 +99,7 @@ def read_item(row: Row, where: str, seed: Sequence[int]) -> Item:
 
 def check_text_alone(row: Row, where: str) -> None:
     """Raises ConfigError for a row with images, videos or sound, in a field or in a part of a message."""
-    if name := next((name for name in _SHOWN_OR_PLAYED if _is_given(row.get(name))), ""):
+    if name := _shown_or_played(row):
         raise ConfigError(
             f"{where}: field {name!r} is no text, and models get texts alone here; leave the row out, or the field if "
             "the prompt does without"
@@ -107,6 +107,11 @@ def check_text_alone(row: Row, where: str) -> None:
     for name, said in row.items():
         for number, message in enumerate(said if isinstance(said, list) else (), 1):
             content = message.get("content") if isinstance(message, dict) else None
+            if isinstance(message, dict) and "role" in message and (kind := _shown_or_played(message)):
+                raise ConfigError(
+                    f"{where}: message {number} of {name!r} has {kind!r}, and models get texts alone here; leave the "
+                    "row out"
+                )
             for part in content if isinstance(content, list) else ():
                 if isinstance(part, dict) and (kind := _kind_of_part(part)):
                     raise ConfigError(
@@ -127,7 +132,13 @@ def _kind_of_part(part: dict[str, Any]) -> str:
     """Returns what a part of a message is, "" if it may be a text."""
     if part.get("type") in _SHOWN_OR_PLAYED:
         return part["type"]
-    return next((name for name in _SHOWN_OR_PLAYED if _is_given(part.get(name))), "")
+    return _shown_or_played(part)
+
+
+def _shown_or_played(fields: dict[str, Any]) -> str:
+    """Returns the name of a field that holds an image, a video or sound, "" if none does."""
+    held = (name for name, value in fields.items() if _is_given(value))
+    return next((name for name in held if name.lower().rstrip("0123456789_") in _SHOWN_OR_PLAYED), "")
 
 
 def field(row: Row, name: str, kinds: tuple[type, ...], where: str) -> Any:

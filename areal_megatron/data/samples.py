@@ -85,10 +85,17 @@ class ConversationRenderer:
             before = shown.messages[:number]
             self._tokenizer.check_shown(before, shown.tools, new.text, where, shown.hidden, seen)
             seen = number
+            if not any(new.messages):  # the template marks nothing of it, such as a call
+                continue
             if found and new.text.startswith(found[-1].text):
                 found[-1] = found[-1].continued(new)
             else:
                 found.append(new)
+        if not found:
+            raise ConfigError(
+                f"{where}: the chat template marks nothing of its trained messages as the assistant's: leave the row "
+                "out, or give the model another chat template"
+            )
         return found
 
     def shown(self, conversation: Conversation, where: str, hidden: Hidden) -> ShownConversation:
@@ -120,11 +127,13 @@ class ConversationRenderer:
         asked = self._tokenizer.rendered(shown.messages[:number], shown.tools, where)
         whole = self._tokenizer.rendered(shown.messages[: number + 1], shown.tools, where, asks=False, marks=marks)
         text, continues = self._continued(asked, whole, said, place, hidden)
-        own = [(begin, end) for begin, end in marks if end > len(asked)] if continues and by_marks else []
-        if not own:
+        template = self._tokenizer.template
+        if continues and by_marks and template and template.marks(shown.tools):
+            own = [(begin, end) for begin, end in marks if end > max(begin, len(asked))]
+        else:
             text = self._ended(text, len(asked), said)
             own = [(len(asked), len(text))]
-        if what := self._not_shown(said, text[own[0][0] :], hidden):
+        if what := self._not_shown(said, text[own[0][0] if own else len(asked) :], hidden):
             raise ConfigError(
                 f"{place} has {what}, and the chat template has no place for it there: take it out, or give the model "
                 "another chat template"

@@ -50,10 +50,11 @@ _ENGINES_ALONE = {
     "layer_scale": False,
     "llama_4_scaling": None,
     "logit_scale": 1.0,
+    "output_gate_type": ("silu", "swish"),
     "qk_norm": False,
     "rswa_window": None,
 }
-"""Keys that vLLM reads and transformers does not → the one value that changes nothing; None: only to leave it out."""
+"""Keys that vLLM reads and transformers does not → the values that change nothing; None: only to leave it out."""
 _ROPE_NUMBERS = {
     "default": (),
     "linear": ("factor",),
@@ -87,8 +88,9 @@ def check_described(hf_config: Mapping[str, Any]) -> None:
     if type(limit) is not int or not 0 < limit < _MOST:
         raise ConfigError(f"model.path: config.json needs a positive integer {_LENGTH}, has {shown(limit)}")
     for key, only in _ENGINES_ALONE.items():
-        if (value := hf_config.get(key)) is not None and value != only:
-            remedy = "leave it out" if only is None else f"only {shown(only)} is supported"
+        allowed = only if isinstance(only, tuple) else (only,)
+        if (value := hf_config.get(key)) is not None and value not in allowed:
+            remedy = "leave it out" if only is None else f"only {shown(allowed[0])} is supported"
             raise ConfigError(
                 f"model.path: config.json has {key}={shown(value)}, which engines compute and trainers do not; {remedy}"
             )

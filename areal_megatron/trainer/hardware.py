@@ -11,8 +11,10 @@ import os
 import shutil
 from dataclasses import dataclass
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 
 import torch
+from packaging.version import Version
 
 from areal_megatron.config import ConfigError
 
@@ -37,6 +39,7 @@ class Kernel:
 
 
 HALF = ("bfloat16", "float16")
+_FLA = "fla-core 0.6"
 KERNELS = {
     "swiglu": Kernel("SwiGLU in one pass", ("triton", "a C compiler"), switch="bias_activation_fusion"),
     "gradients": Kernel(
@@ -59,7 +62,7 @@ KERNELS = {
     "fa2": Kernel("attention with FlashAttention 2", dtypes=HALF),
     "fa3": Kernel("attention with FlashAttention 3", ("flash_attn_interface",), majors=(9,), dtypes=HALF),
     "fa4": Kernel("attention with FlashAttention 4", ("flash_attn.cute",), majors=(9, 10), dtypes=HALF),
-    "delta_rule": Kernel("gated delta nets in a few passes", ("fla",), dtypes=HALF),
+    "delta_rule": Kernel("gated delta nets in a few passes", (_FLA,), dtypes=HALF),
     "deep_ep": Kernel("DeepEP", ("deep_ep",), majors=(9, 10), experts=True),
 }
 """Name → kernel. Megatron's other fusions stay off: bias_dropout_fusion, since models without dropout and biases there
@@ -70,12 +73,12 @@ PACKAGES = {
     "flash_attn.cute": "flash-attn-4",
     "flash_attn_interface": "",
     "deep_ep": "",
-    "fla": "",
+    _FLA: "",
     "TransformerEngine": "",
 }
 """What a kernel needs → the package in requirements-gpu.lock that brings it, or "" where there is none. FlashAttention
-3 and DeepEP are on no package index, TransformerEngine is compiled against the torch that is there, and fla (fla-core)
-is for one family alone."""
+3 and DeepEP are on no package index, TransformerEngine is compiled against the torch that is there, and fla-core is
+for one family alone."""
 
 
 @dataclass(frozen=True)
@@ -137,9 +140,9 @@ def describe(absent: dict[str, str], experts: bool, grouped: bool, linear: bool 
 def found(device: torch.device) -> Hardware:
     if device.type != "cuda":
         return Hardware(0, frozenset())
-    has = {
-        name for name in ("triton", "flash_attn_interface", "flash_attn.cute", "deep_ep", "fla") if _can_import(name)
-    }
+    has = {name for name in ("triton", "flash_attn_interface", "flash_attn.cute", "deep_ep") if _can_import(name)}
+    if _has_fla():
+        has.add(_FLA)
     if os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang"):
         has.add("a C compiler")  # Triton compiles the code that launches its kernels
     if hasattr(torch.nn.functional, "grouped_mm"):
@@ -155,6 +158,15 @@ def _can_import(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
     except ImportError:  # the package that it would be a part of
+        return False
+
+
+def _has_fla() -> bool:
+    """Whether there is an fla that takes fewer heads of queries and keys than of values; an older one reads past
+    them."""
+    try:
+        return _can_import("fla") and Version(version("fla-core")) >= Version("0.6")
+    except PackageNotFoundError:
         return False
 
 

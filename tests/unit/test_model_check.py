@@ -48,6 +48,12 @@ EXPERTS = {
     "norm_topk_prob": True,
 }
 
+GATED = {
+    **{"architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text", "layer_types": None},
+    **{"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_conv_kernel_dim": 4},
+    **{"linear_key_head_dim": 16, "linear_value_head_dim": 24, "full_attention_interval": 2},
+}
 SIGMOID = {
     "model_type": "glm4_moe",
     "n_routed_experts": 8,
@@ -137,6 +143,7 @@ def test_a_model_that_fits_passes(tmp_path, hf, trainer):
         (EXPERTS, {"dp": 3, "etp": 3}, r"trainer.etp: 3 does not divide moe_intermediate_size=32 "),
         (EXPERTS | {"num_experts_per_tok": 7}, {}, r"model.path: .*num_experts_per_tok=7 of 6 experts"),
         (EXPERTS | {"num_experts_per_tok": 1}, {}, r"model.path: .*num_experts_per_tok=1 and norm_topk_prob"),
+        (GATED | {"num_experts_per_tok": 1}, {}, r"model.path: .*num_experts_per_tok=1 and norm_topk_prob"),
         (
             SIGMOID | {"norm_topk_prob": False},
             {},

@@ -214,6 +214,21 @@ def test_marks_of_a_template_decide_as_transformers_reads_them(tmp_path):
         assert rendered(example) == [masks(library, messages)]
 
 
+def test_a_message_of_which_a_template_marks_nothing_is_not_trained(tmp_path):
+    template = """\
+{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' }}
+{%- if message.role == 'assistant' %}{% generation %}{{- message.content }}{% endgeneration %}
+{%- for call in message.tool_calls or [] %}{{- '<call>' + call.function.name }}{% endfor %}
+{%- else %}{{- message.content }}{% endif %}{{- '<|im_end|>\\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}"""
+    folder = folder_of(tmp_path / "model", "qwen2.5", template=template)
+    messages = unthinking([HI, HELLO, SUM, CALLING | {"content": ""}, RESULT, FIVE])
+    [example] = read(tmp_path, folder, {"messages": messages})
+    assert rendered(example) == [masks(reference(folder), messages)]
+    with pytest.raises(ConfigError, match=r"rows.jsonl:1: the chat template marks nothing of its trained messages"):
+        read(tmp_path, folder, {"messages": messages[2:4]})
+
+
 def test_marks_of_a_template_that_drops_thinking_give_a_sample_for_each_text_that_is_seen(tmp_path):
     folder = folder_of(tmp_path / "model", "qwen3", template=marked(QWEN3))
     library, rows = reference(folder), [*chats(2, thinking=True), [*LONG[:3], SUM, FIVE]]

@@ -80,6 +80,20 @@ def test_a_part_of_a_message_that_is_no_text_is_named(problem, tmp_path, mode, p
         assert "\n" not in said
 
 
+@pytest.mark.parametrize("field", ["Image", "image_0", "decoded_image", "multi_modal_data", "pixel_values"])
+def test_a_field_of_another_spelling_is_named(problem, field):
+    said = problem("rl", [OTHERS["rl"], ROWS["rl"] | {field: "a.png"}])
+    assert f":2: field {field!r} is no text" in said
+
+
+def test_a_message_with_a_picture_beside_its_text_is_named(problem, tmp_path):
+    asked = [{"role": "user", "content": "How many?", "images": ["a.png"]}]
+    said = problem("rl", [OTHERS["rl"], {"prompt": asked, "answer": "3"}])
+    assert said.startswith(f"{tmp_path}/train.jsonl:2: message 1 of 'prompt' has 'images', and models get texts alone")
+    said = problem("rl", [OTHERS["rl"], {"prompt": [asked[0] | {"images": []}], "answer": "3"}])
+    assert "images" not in said  # but that this model has no chat template
+
+
 @pytest.mark.parametrize("mode", ROWS)
 @pytest.mark.parametrize("value", [None, "", [], {"bytes": None, "path": None}, [{"bytes": None, "path": None}]])
 def test_an_empty_field_is_none(problem, mode, value):

@@ -247,5 +247,7 @@ def test_what_engines_would_compute_and_trainers_not_is_refused(name):
         set_aside = key == "sliding_window" and hasattr(CONFIG_MAPPING[described["model_type"]](), "use_sliding_window")
         values = (True, False, 7, {"chunk_size": 64})
         assert set_aside or any(is_refused(described | {key: value}) for value in values), key
+    gates = {gate: is_refused(described | {"output_gate_type": gate}) for gate in ("sigmoid", "silu", "swish")}
+    assert gates == {"sigmoid": True, "silu": False, "swish": False}  # read in a file of layers
     with pytest.raises(ConfigError, match=r"has dual_chunk_attention_config=.* leave it out$"):
         architecture(described | {"dual_chunk_attention_config": {"chunk_size": 64}})

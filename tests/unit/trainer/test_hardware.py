@@ -21,9 +21,21 @@ from areal_megatron.trainer.hardware import KERNELS, PACKAGES, Hardware, fusions
 ROOT = Path(__file__).resolve().parents[3]
 
 TORCH = {"triton", "a C compiler", "torch.addmm with out_dtype", "torch.nn.functional.grouped_mm"}
-TE, FA3, FA4, DEEP_EP, FLA = "TransformerEngine", "flash_attn_interface", "flash_attn.cute", "deep_ep", "fla"
+TE, FA3, FA4, DEEP_EP, FLA = "TransformerEngine", "flash_attn_interface", "flash_attn.cute", "deep_ep", "fla-core 0.6"
 PLAIN = {"swiglu", "gradients", "fa2"}
 """What torch alone brings on any GPU from Ampere on."""
+
+
+@pytest.mark.parametrize(("there", "enough"), [("0.5.9", False), ("0.6.0", True), ("0.10.1", True), (None, False)])
+def test_an_older_fla_is_none(monkeypatch, there, enough):
+    def version(name):
+        if there is None:
+            raise hardware.PackageNotFoundError(name)
+        return {"fla-core": there}[name]
+
+    monkeypatch.setattr(hardware, "version", version)
+    monkeypatch.setattr(hardware, "_can_import", lambda module: module == "fla")
+    assert hardware._has_fla() == enough
 
 
 @pytest.mark.parametrize(
