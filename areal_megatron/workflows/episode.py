@@ -362,9 +362,9 @@ class Episode:
         return NextPrompt(tokenizer.conversation(conversation, tools), continues=False)
 
     def _ends_as_shown(self, context: Transcript, following: list[int]) -> bool:
-        """Whether the template ends the last answer with the token with which the model has ended it, if with one."""
-        last = context.answer[-1]
-        return last not in self._sampling.stop_tokens or following[:1] == [last]
+        """Whether the template does not end the last answer with another token than the model has."""
+        ends = {context.answer[-1], *following[:1]} & set(self._sampling.stop_tokens)
+        return len(ends) < 2
 
     def followed(self, context: Transcript, asked: NextPrompt) -> Transcript:
         """Returns the transcript that ends with what is asked: `context` with more tokens, or another one.
