@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any, cast
 
 import numpy as np
@@ -13,43 +13,29 @@ import numpy as np
 from areal_megatron.config import ConfigError
 from areal_megatron.config.fields import PPOConfig
 from areal_megatron.config.rules import check_field
+from areal_megatron.protocol import GivePrompt
 
 LOSS_SETTINGS = ("objective", "clip_low", "clip_high", "dual_clip")
 """Keys of the section ppo that a call may give another value."""
-_SEED_BITS = 62
-_MOST_TOP_K = 2**31 - 1
-
-
-@dataclass(frozen=True)
-class AnswerSettings:
-    """How answers are sampled, in types that travel."""
-
-    n: int
-    max_tokens: int
-    temperature: float
-    top_p: float
-    top_k: int
-    stop_tokens: list[int]
-    seed: int
-
-    @property
-    def n_asked(self) -> int:
-        """How many answers an engine is asked for: one where all would be equal."""
-        return self.n if self.temperature else 1
+SEED_BITS = 62
 
 
 def answer_settings(
     n: Any, max_tokens: Any, temperature: Any, top_p: Any, top_k: Any, stop_tokens: Any, seed: Any
-) -> AnswerSettings:
-    """Returns these values within the bounds that vLLM has."""
-    return AnswerSettings(
-        whole(n, "n", 1),
-        whole(max_tokens, "max_tokens", 1),
-        number(temperature, "temperature", 0, 2),
-        number(top_p, "top_p", math.ulp(0.0), 1),
-        whole(top_k, "top_k", 0, _MOST_TOP_K),
-        tokens(stop_tokens, "stop_tokens").tolist(),
-        whole(seed, "seed", 0, 2**63 - 1) % 2**_SEED_BITS,
+) -> GivePrompt:
+    """Returns how answers are asked for, without a prompt yet, within the bounds that vLLM has: one at temperature 0,
+    where all would be equal."""
+    temperature = number(temperature, "temperature", 0, 2)
+    n = whole(n, "n", 1)
+    return GivePrompt(
+        tokens=[],
+        n=n if temperature else 1,
+        max_tokens=whole(max_tokens, "max_tokens", 1),
+        temperature=temperature,
+        top_p=number(top_p, "top_p", math.ulp(0.0), 1),
+        top_k=whole(top_k, "top_k", 0),
+        stop_tokens=tokens(stop_tokens, "stop_tokens").tolist(),
+        seed=whole(seed, "seed", 0, 2**63 - 1) % 2**SEED_BITS,
     )
 
 

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import numpy as np
+from msgspec.structs import replace
 
 from areal_megatron.api import given
 from areal_megatron.api.run import Run, RunFailed
@@ -39,7 +40,6 @@ from areal_megatron.protocol import (
     ControllerError,
     Finish,
     GetReady,
-    GivePrompt,
     GiveSamples,
     LoadVersion,
     NotYet,
@@ -62,7 +62,6 @@ _MOST_LIKELY = 20
 """What vLLM tells of a token's place unless it is told otherwise."""
 _LOOK_S = 0.2
 _END_S = 60.0
-_SEED_BITS = 62
 
 Numbers = Sequence[float] | np.ndarray
 """One for each token."""
@@ -176,7 +175,8 @@ class Policy:
         max_tokens = rollout.max_new_tokens if max_tokens is None else max_tokens
         temperature = rollout.temperature if temperature is None else temperature
         stop_tokens = self.tokenizer.stop_tokens if stop_tokens is None else stop_tokens
-        seed = secrets.randbits(_SEED_BITS - 1) if seed is None else seed
+        n = given.whole(n, "n", 1)
+        seed = secrets.randbits(given.SEED_BITS - 1) if seed is None else seed
         drawn = given.answer_settings(n, max_tokens, temperature, top_p, top_k, stop_tokens, seed)
         asked = self._all_tokens(prompts, "prompt")
         for place, tokens in enumerate(asked):
@@ -185,22 +185,13 @@ class Policy:
                     f"prompt {place} has {len(tokens)} tokens and may get {drawn.max_tokens} more, and "
                     f"data.max_prompt_tokens + rollout.max_new_tokens is {longest}"
                 )
+        folder = self._adapter_folder(adapter)
         requests = [
-            GivePrompt(
-                tokens=tokens,
-                n=drawn.n_asked,
-                max_tokens=drawn.max_tokens,
-                temperature=drawn.temperature,
-                top_p=drawn.top_p,
-                top_k=drawn.top_k,
-                stop_tokens=drawn.stop_tokens,
-                seed=(drawn.seed + place * drawn.n) % 2**_SEED_BITS,
-                adapter=self._adapter_folder(adapter),
-            )
+            replace(drawn, tokens=tokens, seed=(drawn.seed + place * n) % 2**given.SEED_BITS, adapter=folder)
             for place, tokens in enumerate(asked)
         ]
         replies = self._ask(*requests)
-        pairs, times = zip(asked, replies, strict=True), drawn.n // drawn.n_asked
+        pairs, times = zip(asked, replies, strict=True), n // drawn.n
         return [[self._response(tokens, answer) for answer in reply.answers * times] for tokens, reply in pairs]
 
     def score(self, texts: Sequence[Prompt], top_k: int = 0, adapter: str | Path = "") -> list[Likelihood]:

@@ -133,10 +133,8 @@ class EpisodeRunner:
             task.cancel()
         if task.cancelled():
             raise RuntimeError("it cancelled itself")
-        if isinstance(error := task.exception(), GeneratorExit):  # which would end this task without a word
+        if isinstance(task.exception(), GeneratorExit):  # which would end this task without a word
             raise RuntimeError("it raised GeneratorExit")
-        if error:
-            raise error
         result = task.result()
         return None if result is None else scores_of(result, episode.answers)
 

@@ -78,13 +78,14 @@ def test_numbers_of_numpy_are_numbers():
         np.int64(2), np.int32(5), np.float32(0.5), np.float64(1), np.int8(4), np.array([3]), np.int64(9)
     )
     assert (found.n, found.max_tokens, found.temperature, found.top_k) == (2, 5, 0.5, 4)
-    assert [type(value) for value in vars(found).values()] == [int, int, float, float, int, list, int]
+    values = found.n, found.max_tokens, found.temperature, found.top_p, found.top_k, found.seed
+    assert [type(value) for value in values] == [int, int, float, float, int, int] and found.stop_tokens == [3]
     assert given.number(np.linspace(0, 1, 3)[1], "lr", 0) == 0.5
 
 
 def test_equal_answers_are_asked_for_once():
-    assert given.answer_settings(**SETTINGS | {"temperature": 0}).n_asked == 1
-    assert given.answer_settings(**SETTINGS).n_asked == 2
+    assert given.answer_settings(**SETTINGS | {"temperature": 0}).n == 1
+    assert given.answer_settings(**SETTINGS).n == 2
 
 
 @pytest.mark.parametrize(
