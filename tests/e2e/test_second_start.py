@@ -28,7 +28,7 @@ def test_a_second_start_is_refused_and_the_first_ends_well(local_run, world, of_
     assert first.wait() == 0, first.output
     found = [line for line in read_metrics(run) if line["kind"] == "update"]
     assert [line["version"] for line in found] == list(range(1, 13))
-    check_compared(found)
+    check_compared(found, ties=2)
     before, after = (load_file(folder / "model.safetensors") for folder in (model, run.hf))
     for part in ("mlp.gate.weight", "mlp.experts.7.down_proj.weight", "self_attn.q_norm.weight"):
         name = f"model.layers.2.{part}"

@@ -63,7 +63,7 @@ MISTAKES = {
     "imports": "ModuleNotFoundError: No module named 'nowhere'",
     "grouped": "TypeError: Episode.sample() takes",
     "mistaken": "ConfigError: no model 'usr' is served beside the policy, but user: see served.usr.path",
-    "text": "WrongResult: the reward function returned 'right', expected a finite number",
+    "text": "WrongResult: the workflow returned 'right', expected a finite number",
 }
 DOUBTS = {
     "parses": "ValueError: invalid literal for int() with base 10: 'right'",
