@@ -3,9 +3,9 @@
 Of each row: the prompt after the model's chat template, the right answer, and the reward that a response with the right
 answer gets. In supervised runs: the samples or the two answers that are made of it, with what is trained in colour, or
 below a line of its own where there are no colours. Then how many rows are left out, or would keep the run from
-starting, and why; and which can hardly teach
-anything. A reward function of the user is called as a launch calls it. Of a model on the hub only the
-description and the tokenizer are fetched. Exit code 0: done, 2: wrong input. Imports neither torch nor vllm.
+starting, and why; and which can hardly teach anything. A reward function of the user is called as a launch calls it. Of
+a model on the hub only the description and the tokenizer are fetched. Exit code 0: done, 2: wrong input. Imports
+neither torch nor vllm.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
 
@@ -71,9 +70,11 @@ def shown(config: Config, key: str, count: int, colours: bool = False) -> Iterat
 
 
 def _left_out(left_out: LeftOut, refuses: bool) -> Iterator[str]:
-    if left_out.counts:
-        happens = "keep the run from starting (data.unusable_rows=skip leaves them out)" if refuses else "are left out"
-        yield "\n".join([f"{left_out.counts.total()} rows {happens}:", *left_out.lines()])
+    unusable, too_long = left_out.apart()
+    refused = "keep the run from starting (data.unusable_rows=skip leaves them out)"
+    for some, happens in ((unusable, refused if refuses else "are left out"), (too_long, "are left out")):
+        if some.counts:
+            yield "\n".join([f"{some.counts.total()} rows {happens}:", *some.lines()])
 
 
 def _supervised(
@@ -90,10 +91,7 @@ def _supervised(
             yield _sample(tokenizer, sample, colours)
     samples = sum(len(item.samples) if isinstance(item, Example) else 2 for item in items)
     yield _titled(f"rows: {len(items)}; {'samples' if config.mode == 'sft' else 'answers'}: {samples}")
-    for is_long in (False, True):  # which keeps no run from starting
-        reasons = [reason for reason in left_out.counts if reason.startswith("longer than sft.max_tokens=") == is_long]
-        some = LeftOut(Counter({reason: left_out.counts[reason] for reason in reasons}), left_out.first)
-        yield from _left_out(some, refuses and not is_long)
+    yield from _left_out(left_out, refuses)
     yield from doubts_about_items(key, items)
 
 

@@ -34,7 +34,6 @@ from areal_megatron.workflows.episode import EpisodeSpec
 from areal_megatron.workflows.sampling import sampling_seed
 from areal_megatron.workflows.scoring import Score, ScoredEpisode
 from areal_megatron.workflows.single_turn import AnswersInterrupted
-from areal_megatron.workflows.transcript import Transcript
 
 log = logging.getLogger(__name__)
 _INTERRUPT_S = 10.0
@@ -287,16 +286,16 @@ def _described(interrupted: dict[int, InterruptedGroup]) -> str:
 
 
 def _samples(group: Group, uid: int, ended: ScoredEpisode, discount: float) -> list[Trajectory]:
-    pairs = zip(ended.samples, ended.returns(discount), strict=True)
-    return [_sample(group, uid, number, context, own, ended.score) for number, (context, own) in enumerate(pairs)]
+    returns = ended.returns(discount)
+    return [_sample(group, uid, number, ended, own) for number, own in enumerate(returns)]
 
 
-def _sample(
-    group: Group, uid: int, number: int, context: Transcript, returns: list[tuple[int, float]], score: Score
-) -> Trajectory:
+def _sample(group: Group, uid: int, number: int, ended: ScoredEpisode, returns: list[tuple[int, float]]) -> Trajectory:
+    context, score = ended.samples[number], ended.score
     return Trajectory(
         uid=uid,
         sample=number,
+        of_samples=len(ended.samples),
         epoch=group.epoch,
         prompt_id=group.prompt_id,
         admission_version=group.admission_version,

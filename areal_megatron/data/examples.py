@@ -103,9 +103,7 @@ def _examples(
                 asked.append((record, _texts(record)))
                 said.append(asked[-1])
         except ConfigError as e:
-            if unusable == "refuse":
-                raise
-            left_out.add(record.where, str(e).removeprefix(f"{record.where}: "))
+            left_out.refuse(e, record.where, unusable)
     sequences = _of_texts(asked, tokenizer) | _of_conversations(rendered, tokenizer)
     for record, own in said:
         samples, cut = _samples(sequences[record.id], settings.max_tokens, record.where)
@@ -113,7 +111,7 @@ def _examples(
             text, digest = _before(own), _digest(record.id, own)
             yield Example(samples, record.source, cut=cut, text=text, where=record.where, digest=digest)
         else:
-            left_out.add(record.where, f"longer than sft.max_tokens={settings.max_tokens}")
+            left_out.add(record.where, f"longer than sft.max_tokens={settings.max_tokens}", too_long=True)
 
 
 @dataclass(frozen=True)

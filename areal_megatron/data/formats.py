@@ -157,12 +157,26 @@ def field(row: Row, name: str, kinds: tuple[type, ...], where: str) -> Any:
 
 
 def prompt_of(row: Row, where: str) -> str | Chat:
-    """Returns the field `prompt`, a text or messages. Raises ConfigError."""
+    """Returns the field `prompt`, a text or messages, after the field `system`. Raises ConfigError."""
     prompt = field(row, "prompt", (str, list), where)
     for number, message in enumerate(prompt if isinstance(prompt, list) else []):
         if not isinstance(message, dict) or not all(type(message.get(key)) is str for key in ("role", "content")):
             raise ConfigError(f"{where}: message {number} of field 'prompt' needs a text `role` and a text `content`")
-    return prompt
+    return with_system(row, prompt, where)
+
+
+def with_system(row: Row, prompt: str | Chat, where: str) -> str | Chat:
+    """Returns a prompt with the message of the field `system` before it, if the row has one. Raises ConfigError if the
+    prompt begins with another."""
+    if not row.get("system"):
+        return prompt
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    system = {"role": "system", "content": field(row, "system", (str,), where)}
+    if messages and messages[0]["role"] == "system":
+        if messages[0]["content"].strip() != system["content"].strip():
+            raise ConfigError(f"{where}: field 'system' and the system's message differ; leave one out")
+        return messages
+    return [system, *messages]
 
 
 def added_sentence(item: Item) -> str:

@@ -9,11 +9,12 @@ from typing import cast
 
 import numpy as np
 
-from areal_megatron.config import ConfigError
+from areal_megatron.config import ConfigError, DataConfig
 from areal_megatron.data.conversations import Conversation, Message, check_order, given, messages_of, tools_of
 from areal_megatron.data.drawing import digest_of
-from areal_megatron.data.files import records
-from areal_megatron.data.formats import Chat, Row, check_text_alone, field, prompt_of, text_of
+from areal_megatron.data.files import Record, records
+from areal_megatron.data.formats import Chat, Row, check_text_alone, field, prompt_of, text_of, with_system
+from areal_megatron.data.prompts import LeftOut
 from areal_megatron.data.samples import ConversationRenderer
 from areal_megatron.data.tokenizer import Tokenizer
 
@@ -51,23 +52,39 @@ class Pair:
     """`digest_of` what the row says, by which a resumed run knows it."""
 
 
-def read_pairs(text: str | Path, tokenizer: Tokenizer) -> list[Pair]:
+def read_pairs(
+    text: str | Path,
+    tokenizer: Tokenizer,
+    unusable: str = DataConfig.unusable_rows,
+    left_out: LeftOut | None = None,
+) -> list[Pair]:
     """Returns a pair for each row, in one of the formats of `read_pair` and `read_conversations`; rows whose two
     answers are the same teach nothing and are left out.
 
-    Raises ConfigError, which names the file and the row, for an unreadable or empty file, a missing field, a wrong type
-    or a prompt that the chat template refuses; also if no row has two different answers.
+    Unusable rows are left out and counted in `left_out` if `unusable`, as data.unusable_rows, is `skip`. Raises
+    ConfigError, which names the file and the row, for an unreadable or empty file, a missing field, a wrong type or a
+    prompt that the chat template refuses; also if no row can be used, or none has two different answers.
     """
-    found, texts, conversations = list(records(text)), {}, {}
-    for record in found:
-        check_text_alone(record.row, record.where)
-        if has_more_than_text(record.row):
-            conversations[record.id] = read_conversations(record.said, record.where)
-        else:
-            texts[record.id] = read_pair(record.row, record.where)
+    left_out, renderer = LeftOut.none() if left_out is None else left_out, ConversationRenderer(tokenizer)
+    found: list[Record] = []
+    texts: dict[int, Texts] = {}
+    conversations: dict[int, Conversations] = {}
+    answers: dict[int, _Answers] = {}
+    for record in records(text):
+        try:
+            check_text_alone(record.row, record.where)
+            if has_more_than_text(record.row):
+                own = conversations[record.id] = read_conversations(record.said, record.where)
+                answers[record.id] = _of_conversations(own, record.where, renderer, tokenizer)
+            else:
+                texts[record.id] = read_pair(record.row, record.where)
+            found.append(record)
+        except ConfigError as e:
+            left_out.refuse(e, record.where, unusable)
+    if not found:
+        raise ConfigError(f"{text}: no row can be used: {left_out.lines()[0]}")
     said: dict[int, Texts | Conversations] = texts | conversations
-    places = {record.id: record.where for record in found}
-    answers = _of_texts(texts, places, tokenizer) | _of_conversations(conversations, places, tokenizer)
+    answers |= _of_texts(texts, {record.id: record.where for record in found}, tokenizer)
     pairs = [
         Pair(
             chosen=np.array([*prompt, *better], np.int32),
@@ -108,7 +125,7 @@ def read_conversations(row: Row, where: str) -> Conversations:
     if len(better) > 1 or len(worse) > 1:
         if better[:-1] != worse[:-1]:
             raise ConfigError(f"{where}: 'chosen' and 'rejected' differ before their last message")
-        before = _with_system(row, better[:-1], where)
+        before = with_system(row, better[:-1], where)
     else:
         before = _prompt(row, where, as_text=False)
     tools, number = tools_of(row, where), len(before)
@@ -132,7 +149,7 @@ def read_pair(row: Row, where: str) -> tuple[str | Chat, str, str]:
         better, worse = conversations
         if better[:-1] != worse[:-1]:
             raise ConfigError(f"{where}: 'chosen' and 'rejected' differ before their last message")
-        prompt: str | Chat = _with_system(row, better[:-1], where)
+        prompt: str | Chat = with_system(row, better[:-1], where)
     else:
         prompt = _prompt(row, where)
     last = [turns[-1] for turns in conversations]
@@ -151,26 +168,10 @@ def _check_answer(name: str, role: str, where: str) -> None:
 def _prompt(row: Row, where: str, as_text: bool = True) -> str | Chat:
     """Returns the prompt of a row: a text or messages that are texts; unless `as_text`, messages of any kind."""
     name = next((name for name in _PROMPTS if row.get(name) is not None), "prompt")
-    own = {"prompt": row[name]} if name in row else row
-    prompt = (
-        prompt_of(own, where)
-        if as_text
-        else _messages(field(own, "prompt", (str, list), where), "prompt", where, role="user")
-    )
-    if not row.get("system"):
-        return prompt
-    return _with_system(row, [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt, where)
-
-
-def _with_system(row: Row, messages: Chat, where: str) -> Chat:
-    if not row.get("system"):
-        return messages
-    system = {"role": "system", "content": field(row, "system", (str,), where)}
-    if messages and messages[0]["role"] == "system":
-        if messages[0]["content"].strip() != system["content"].strip():
-            raise ConfigError(f"{where}: field 'system' and the first message of the conversations differ")
-        return messages
-    return [system, *messages]
+    own = {**row, "prompt": row[name]} if name in row else row
+    if as_text:
+        return prompt_of(own, where)
+    return with_system(row, _messages(field(own, "prompt", (str, list), where), "prompt", where, role="user"), where)
 
 
 def _messages(said: str | Chat, name: str, where: str, role: str = "assistant") -> list[Message]:
@@ -186,20 +187,17 @@ def _of_texts(said: dict[int, Texts], places: dict[int, str], tokenizer: Tokeniz
 
 
 def _of_conversations(
-    said: dict[int, Conversations], places: dict[int, str], tokenizer: Tokenizer
-) -> dict[int, _Answers]:
-    renderer, answers = ConversationRenderer(tokenizer), {}
-    for number, conversations in said.items():
-        where, hidden, texts = places[number], tokenizer.hide(), []
-        for conversation in conversations:
-            shown = renderer.shown(conversation, where, hidden)
-            [last] = conversation.trained
-            text = renderer.answer(shown, last, where, by_marks=False)
-            tokenizer.check_shown(shown.messages[:last], shown.tools, text.text, where, hidden)
-            texts.append((text.text, hidden, text.messages[0]))
-        (better, [(begin, _)]), (worse, _) = tokenizer.spans(texts, [where, where], apart=True)
-        answers[number] = better[:begin], better[begin:], worse[begin:]
-    return answers
+    said: Conversations, where: str, renderer: ConversationRenderer, tokenizer: Tokenizer
+) -> _Answers:
+    hidden, texts = tokenizer.hide(), []
+    for conversation in said:
+        shown = renderer.shown(conversation, where, hidden)
+        [last] = conversation.trained
+        text = renderer.answer(shown, last, where, by_marks=False)
+        tokenizer.check_shown(shown.messages[:last], shown.tools, text.text, where, hidden)
+        texts.append((text.text, hidden, text.messages[0]))
+    (better, [(begin, _)]), (worse, _) = tokenizer.spans(texts, [where, where], apart=True)
+    return better[:begin], better[begin:], worse[begin:]
 
 
 def _before(said: Texts | Conversations) -> str:

@@ -60,18 +60,33 @@ class LeftOut:
 
     counts: Counter[str]
     first: dict[str, str]
+    too_long: set[str]
+    """The reasons that keep no run from starting, whatever data.unusable_rows says."""
 
     @classmethod
     def none(cls) -> LeftOut:
-        return cls(Counter(), {})
+        return cls(Counter(), {}, set())
 
-    def add(self, where: str, reason: str) -> None:
+    def add(self, where: str, reason: str, too_long: bool = False) -> None:
         self.counts[reason] += 1
         self.first.setdefault(reason, where)
+        if too_long:
+            self.too_long.add(reason)
+
+    def refuse(self, error: ConfigError, where: str, unusable: str) -> None:
+        """Counts a row that cannot be used; raises `error` if `unusable`, as data.unusable_rows, is `refuse`."""
+        if unusable == "refuse":
+            raise error
+        self.add(where, str(error).removeprefix(f"{where}: "))
 
     def lines(self) -> list[str]:
         """Returns a line for each reason, the most frequent first."""
         return [f"{count} × {reason}, such as {self.first[reason]}" for reason, count in self.counts.most_common()]
+
+    def apart(self) -> tuple[LeftOut, LeftOut]:
+        """Returns the unusable rows, and those that are too long."""
+        long = Counter({reason: count for reason, count in self.counts.items() if reason in self.too_long})
+        return LeftOut(self.counts - long, self.first, set()), LeftOut(long, self.first, self.too_long)
 
 
 ProblemsOf = Callable[[str], Callable[[str], str]]
@@ -101,9 +116,7 @@ def usable_rows(
         try:
             found.append((record, _item(record, config.seed, reward, problem_with[reward.function])))
         except ConfigError as e:
-            if config.data.unusable_rows == "refuse":
-                raise
-            left_out.add(record.where, str(e).removeprefix(f"{record.where}: "))
+            left_out.refuse(e, record.where, config.data.unusable_rows)
     if left_out.counts and not found:
         raise ConfigError(f"data.{key}: no row can be used: {left_out.lines()[0]}")
     return found

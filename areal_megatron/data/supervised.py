@@ -26,7 +26,7 @@ def read_items(
     text = getattr(config.data, key)
     if config.mode == "sft":
         return read_examples(text, tokenizer, config.sft, config.data.unusable_rows, left_out)
-    return read_pairs(text, tokenizer)
+    return read_pairs(text, tokenizer, config.data.unusable_rows, left_out)
 
 
 class SupervisedData:

@@ -27,6 +27,8 @@ class Trajectory(msgspec.Struct, kw_only=True):
     """Admission number of the episode, unique in the run."""
     sample: int = 0
     """Number of this sample in its episode, in the order in which they begin."""
+    of_samples: int = 1
+    """How many samples its episode has."""
     epoch: int
     prompt_id: int
     """Row of the data set, from 0; (epoch, prompt_id) identifies the group."""

@@ -47,6 +47,8 @@ class Batch:
     """The episode of each trajectory."""
     samples: list[int]
     """Which of its samples each one is."""
+    of_samples: list[int]
+    """How many samples its episode has."""
     admitted: list[int]
     """The admission version of each trajectory."""
     prompts: list[Prompt]
@@ -96,6 +98,7 @@ def surviving(run: RunFolder, config: Config) -> tuple[list[Batch], list[str]]:
                     parts[0].applied,
                     [uid for part in parts for uid in part.uids],
                     [sample for part in parts for sample in part.samples],
+                    [count for part in parts for count in part.of_samples],
                     [version for part in parts for version in part.admission_versions],
                     [prompt for part in parts for prompt in part.prompts],
                     parts[0].max_staleness,
@@ -154,14 +157,12 @@ def check_trajectories(batches: list[Batch]) -> list[str]:
 
 
 def _incomplete(batch: Batch) -> list[str]:
-    """A fault for each episode of which there are not all samples, from 0 to its last."""
-    found: dict[int, set[int]] = {}
-    for uid, sample in zip(batch.uids, batch.samples, strict=True):
-        found.setdefault(uid, set()).add(sample)
+    """A fault for each episode of which there are not all samples."""
+    missing: dict[int, set[int]] = {}
+    for uid, sample, count in zip(batch.uids, batch.samples, batch.of_samples, strict=True):
+        missing.setdefault(uid, {*range(count)}).discard(sample)
     return [
-        f"episode {uid}: sample {min({*range(max(own))} - own)} is missing in batch {batch.number}"
-        for uid, own in found.items()
-        if len(own) <= max(own)
+        f"episode {uid}: sample {min(lost)} is missing in batch {batch.number}" for uid, lost in missing.items() if lost
     ]
 
 
@@ -253,6 +254,7 @@ class _Part(msgspec.Struct):
     applied: bool
     uids: list[int]
     samples: list[int]
+    of_samples: list[Annotated[int, Meta(ge=1, le=2**20)]]
     admission_versions: list[int]
     prompts: list[Prompt]
     max_staleness: int
@@ -264,8 +266,8 @@ class _Part(msgspec.Struct):
     """Likewise of the prompt that it was trained with."""
 
     def __post_init__(self) -> None:
-        columns = (self.uids, self.samples, self.admission_versions, self.prompts, self.sampled_from, self.trained_from)
-        if len({*map(len, columns)}) > 1:
+        columns = (self.uids, self.samples, self.of_samples, self.admission_versions, self.prompts)
+        if len({*map(len, (*columns, self.sampled_from, self.trained_from))}) > 1:
             raise ValueError("lists of different lengths")
 
     @property

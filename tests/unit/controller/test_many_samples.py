@@ -153,6 +153,7 @@ class RandomRun:
             "prompts": [[t.epoch, t.prompt_id] for t in part.trajectories],
             "uids": [t.uid for t in part.trajectories],
             "samples": [t.sample for t in part.trajectories],
+            "of_samples": [t.of_samples for t in part.trajectories],
             "admission_versions": [t.admission_version for t in part.trajectories],
             "sampled_from": [t.asked for t in part.trajectories],
             "trained_from": [checksum(t.prompt) for t in part.trajectories],

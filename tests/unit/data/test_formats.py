@@ -237,6 +237,8 @@ def test_prompts_as_they_stand_may_be_messages_and_answers_json():
     assert (item.prompt, item.reward) == (messages, "")
     assert json.loads(item.answer) == {"inputs": ["1"]}
     assert text_of(item.prompt) == "Be brief.\n\n1+1"
+    assert read_item({"prompt": "1+1", "system": "Be brief.", "answer": "2"}, "x:1", [0]).prompt == messages
+    assert read_item({"prompt": messages, "system": "Be brief.", "answer": "2"}, "x:1", [0]).prompt == messages
     assert read_item({"prompt": "a", "answer": 2.5}, "x:1", [0]).answer == "2.5"
 
 
@@ -252,6 +254,8 @@ def test_prompts_as_they_stand_may_be_messages_and_answers_json():
         ({"prompt": [], "answer": "1"}, "field 'prompt' is empty"),
         ({"prompt": [{"role": "user"}], "answer": "1"}, "message 0 of field 'prompt' needs a text `role`"),
         ({"prompt": ["hi"], "answer": "1"}, "message 0 of field 'prompt'"),
+        ({"prompt": [{"role": "system", "content": "a"}], "system": "b", "answer": "1"}, "field 'system' and the"),
+        ({"prompt": "a", "system": ["b"], "answer": "1"}, "field 'system' is list, expected str"),
         ({"question": "a", "choices": ["x"], "answer": 0}, "field 'choices' must be 2 to 26 texts"),
         ({"question": "a", "choices": ["x", 2], "answer": 0}, "field 'choices' must be"),
         ({"question": "a", "choices": "xy", "answer": 0}, "field 'choices' is str, expected list"),

@@ -64,11 +64,18 @@ def test_supervised_rows_and_wrong_input(show):
         and "rows: 1; answers: 2" in out
     )
     assert "--- not trained\n777 1 + 1 =  888\n--- trained\n2" in out and "888\n--- trained\n33" in out
-    good, bad = {"prompt": "1 + 1 = ", "response": "2"}, {"prompt": "1 + 1 = "}
-    code, out, _ = show([bad, good, bad], "mode=sft")
-    assert code == 0 and "=== " in out and "data.jsonl:2: " in out and "rows: 1; samples: 1" in out
-    assert "2 rows keep the run from starting (data.unusable_rows=skip leaves them out):\n2 × field 'resp" in out
-    assert "2 rows are left out:" in show([bad, good, bad], "mode=sft", "data.unusable_rows=skip")[1]
+    bad, answered, preferred = {"prompt": "1 + 1 = "}, {"response": "2"}, {"chosen": "2", "rejected": "33"}
+    for mode, more, found in [
+        ("sft", answered, "rows: 1; samples: 1"),
+        ("dpo", preferred, "rows: 1; answers: 2"),
+        ("reward_model", preferred | {"tools": []}, "rows: 1; answers: 2"),
+    ]:
+        code, out, _ = show([bad, bad | more, bad], f"mode={mode}")
+        assert code == 0 and "data.jsonl:2" in out and found in out
+        missing = f"2 × field '{next(iter(more))}' is missing"
+        assert f"2 rows keep the run from starting (data.unusable_rows=skip leaves them out):\n{missing}" in out
+        assert "2 rows are left out:" in show([bad, bad | more, bad], f"mode={mode}", "data.unusable_rows=skip")[1]
+        assert f"data.jsonl: no row can be used: 1 × field '{next(iter(more))}'" in show([bad], f"mode={mode}")[2]
     code, _, err = show([{"text": "1"}])
     assert code == 2 and err.startswith("error: data.train: no row can be used: 1 × field 'prompt' is missing")
     assert show([GOOD], "--eval")[2] == "error: data.eval: there is none\n"
