@@ -421,7 +421,8 @@ class Transmission:
         self.outlet.given_up = self.outlet.given_up or reason
         self.deadline.expire()
         self.cut_off(reason)
-        # This update's own thread may be inside a message for long, and the controller's answer too.
+        self.outlet.abort()  # this update's own thread may be inside a message
+        # The report has a thread of its own: the controller may take long to answer.
         threading.Thread(target=self._report, args=(Received(), reason), name="report-given-up", daemon=True).start()
 
     def join(self) -> None:

@@ -23,6 +23,8 @@ class Thread(NamedTuple):
     """(stream, what), where `what` is the same on every rank that takes part."""
     one_at_a_time: bool
     """Whether it waits for what it has put on a stream before it puts more there."""
+    is_second: bool = False
+    """Whether it waits for the other end of each message to be put on its stream before it puts its own."""
 
 
 def stuck(
@@ -45,7 +47,7 @@ def stuck(
     for rank, place in places.values():
         of_rank[rank].add((rank, place))
     held = defaultdict(deque)
-    running, runs, done = {}, Counter(), {None}
+    running, runs, done, posted = {}, Counter(), {None}, set()
 
     def advance(place):
         look = [place]
@@ -65,15 +67,20 @@ def stuck(
                     done.add(what)
                     look += [other for rank in ranks[what] for other in of_rank[rank]]
 
+    def may_go_on(thread, work, last):
+        stream, what = work[0]
+        return (not thread.is_second or what in posted) and (not thread.one_at_a_time or last.get(stream) in done)
+
     left = [(thread, deque(thread.work), {}) for thread in threads if thread.work]
     while left:
-        ready = [turn for turn in left if not turn[0].one_at_a_time or turn[2].get(turn[1][0][0]) in done]
+        ready = [turn for turn in left if may_go_on(*turn)]
         if not ready:
             break
         turn = order.choice(ready)
         thread, work, last = turn
         stream, what = work.popleft()
         last[stream] = what
+        posted.add(what)
         put = [(places[thread.rank, stream], stream)]
         if nccl_waits:
             put.append((places[thread.rank, _waits(stream)], None))

@@ -1,9 +1,12 @@
 """Messages between GPUs, by NCCL; all members connect at the first update of a generation.
 
-A rank has one message of a link on its way at most, and posts the next when it has seen that one arrive: a link has one
-communicator, and that has one stream. A GPU holds the work of all its streams in a few queues: a second message waiting
-there for the first could stall the all-reduce of a training step. Another rank may need this all-reduce before it gets
-to the message for which everybody waits. NCCL puts one wait there for the message itself (run/gpu_settings.py).
+A GPU holds the work of all its streams in a few queues, and a message that waits there for its other end holds up what
+is behind it, such as the all-reduce of a training step (run/gpu_settings.py). Another rank may need this all-reduce
+before it gets to the message for which everybody waits. So
+
+- a rank has one message of a link on its way at most, and posts the next when it has seen that one arrive;
+- a trainer rank posts a message once the engine rank has posted its receive, which it says over TCP (tcp.py). Meanwhile
+  the message takes nothing of the trainer's GPU.
 """
 
 from __future__ import annotations
@@ -23,7 +26,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from areal_megatron.process.errors import first_line
-from areal_megatron.reshard.carriers.base import Carrier, Deadline, LinkError, Members
+from areal_megatron.reshard.carriers.base import Carrier, Deadline, LinkEnd, LinkError, Members
+from areal_megatron.reshard.carriers.tcp import Tcp
 from areal_megatron.run.gpu_settings import WATCHDOG
 
 SETTINGS = WATCHDOG | {
@@ -33,6 +37,8 @@ SETTINGS = WATCHDOG | {
 """With these, torch's watchdog aborts a link's group when a peer dies, and no more; the process's own environment must
 have WATCHDOG too. The last one silences a warning that messages wait for each other, as here they should."""
 _GIVEN_UP = "the link was given up"
+_POSTED = torch.empty(0)
+"""Says that a receive is posted, by its tag alone."""
 _settings = threading.Lock()
 _BLOCKS = 2, 4
 """The fewest and the most thread blocks of a message on the GPU, which its computation lacks for so long."""
@@ -48,12 +54,17 @@ class Nccl(Carrier):
     outruns_looks = True
     _over = False
 
+    def __init__(self, end: LinkEnd):
+        super().__init__(end)
+        self._posted = Tcp(end)
+
     @property
     def library(self) -> str:
         return library()
 
     def join(self, keys: dist.Store, members: Members, member: int) -> None:
         self._keys, self._members, self._member = keys, len(members), member
+        self._posted.join(keys, members, member)
 
     def meet(self, wait: Callable[[Mapping[str, str]], object]) -> None:
         """Connects all members, once in a generation.
@@ -79,11 +90,16 @@ class Nccl(Carrier):
     def queue(self, peer: int) -> int:
         return 0
 
+    def wait_for_receiver(self, peer: int, tag: int, deadline: Deadline) -> None:
+        self._posted.wait(self._posted.receive(_POSTED, peer, tag), deadline)
+
     def send(self, flat: Tensor, peer: int, tag: int) -> dist.Work:
         return self._live().send([flat], peer, tag)
 
     def receive(self, flat: Tensor, peer: int, tag: int) -> dist.Work:
-        return self._live().recv([flat], peer, tag)
+        work = self._live().recv([flat], peer, tag)
+        self._posted.send(_POSTED, peer, tag)
+        return work
 
     def _live(self) -> Any:  # of a ProcessGroupNCCL torch's stubs know neither send nor recv
         group = self.group
@@ -106,9 +122,13 @@ class Nccl(Carrier):
         """Ends the group in the background: NCCL waits for the GPU and for threads of its own, and the group's
         destructor, which a collection of garbage could call on any thread, for torch's watchdog."""
         self._over = True
+        self._posted.abort()
         held, self.group = [self.group], None
         if held[0]:
             threading.Thread(target=_end, args=(held,), name=f"end-{self.end.name}", daemon=True).start()
+
+    def close(self) -> None:
+        self._posted.close()
 
 
 def _end(held: list[dist.ProcessGroupNCCL]) -> None:

@@ -34,6 +34,8 @@ class RecordedNccl:
     made: list
     mail: dict
     """(sender, receiver, tag) → the messages on their way."""
+    posted: set
+    """The receives that were posted: (sender, receiver, tag)."""
     hangs = False
     """Whether its messages never end, as those to a peer that is gone."""
     ending_s = 0.0
@@ -61,11 +63,13 @@ class RecordedNccl:
         self._eager = True
 
     def send(self, tensors, peer, tag):
+        self.posted.remove((self.rank, peer, tag))  # a message that waits on the GPU for its receive may close a circle
         self.mail[self.rank, peer, tag].put(tensors[0].clone())
         return self._work(peer, lambda timeout: None)
 
     def recv(self, tensors, peer, tag):
         letters = self.mail[peer, self.rank, tag]
+        self.posted.add((peer, self.rank, tag))
         return self._work(peer, lambda timeout: tensors[0].copy_(letters.get(timeout=timeout.total_seconds())))
 
     def abort(self):
@@ -100,7 +104,8 @@ class Work:
 
 @pytest.fixture
 def nccl(monkeypatch):
-    recorded = type("ProcessGroupNCCL", (RecordedNccl,), {"made": [], "mail": defaultdict(queue.Queue)})
+    own = {"made": [], "mail": defaultdict(queue.Queue), "posted": set()}
+    recorded = type("ProcessGroupNCCL", (RecordedNccl,), own)
     monkeypatch.setattr(dist, "ProcessGroupNCCL", recorded, raising=False)
     monkeypatch.setitem(carriers.CARRIERS, "device", carriers.Nccl)
     monkeypatch.setattr(carriers.nccl, "library", lambda: "NCCL 2.29.7")
@@ -144,6 +149,23 @@ def test_giving_an_engine_up_inside_a_message_holds_neither_the_step_nor_the_thr
     until(lambda: update.outlet._link._under_way and nccl[0].under_way)
     link.publishers[0].give_up(0, 1)
     assert until(update._read.is_set) < 0.1
+    assert until(lambda: not update.thread.is_alive()) < 1
+
+
+def test_a_message_whose_receive_is_never_posted_is_not_sent_and_ends_with_its_link(pools, nccl, monkeypatch):
+    link = pools(sizes={}, tp=1, timeout_s=30.0)
+    link.join(1)
+    link.update(1)
+    posts = threading.Event()
+    monkeypatch.setattr(link.inlets[0].link.carrier._posted, "send", lambda *told: posts.set())
+    link.start()
+    link.publish(2)
+    (update,) = link.publishers[0]._updates
+    assert posts.wait(10)
+    trainer = next(group for group in nccl if group.rank == 0)
+    time.sleep(0.1)
+    assert not trainer.under_way and update.thread.is_alive()
+    link.publishers[0].give_up(0, 1)
     assert until(lambda: not update.thread.is_alive()) < 1
 
 
