@@ -1,6 +1,7 @@
 """Functions of a script or a notebook, for other processes: by import path, or by their source. Nothing is pickled."""
 
 from __future__ import annotations
+import __future__
 
 import ast
 import builtins
@@ -8,6 +9,8 @@ import dis
 import hashlib
 import importlib.util
 import inspect
+import linecache
+import marshal
 import math
 import os
 import re
@@ -15,6 +18,7 @@ import subprocess
 import sys
 import types
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +47,7 @@ def import_path(function: Any, folder: Path) -> tuple[str, Path | None]:
         return f"{name}:{qualified}", None if _is_installed(root) else root
     parts = _Parts()
     parts.add(function)
-    text = "\n\n".join(["from __future__ import annotations", *parts.lines])
+    text = "\n\n".join(["from __future__ import annotations", *_paths(parts.roots), *parts.lines])
     digest = hashlib.sha256(text.encode()).hexdigest()[:8]
     module = f"{re.sub('[^a-zA-Z0-9_]', '_', function.__name__)}_{digest}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -94,11 +98,20 @@ def _found(module: str, name: str) -> Any:
     return vars(sys.modules[module]).get(name) if module in sys.modules else None
 
 
+def _paths(roots: list[Path]) -> list[str]:
+    """Returns a line that has modules of these folders found, after all others: such as those beside a script that is
+    started from another folder."""
+    folders = [str(root) for root in dict.fromkeys(roots)]
+    return [f"__import__('sys').path.extend({folders!r})"] if folders else []
+
+
 class _Parts:
     """The lines of a module: a function after what it uses."""
 
     def __init__(self):
         self.lines: list[str] = []
+        self.roots: list[Path] = []
+        """Folders of modules that are used and not installed."""
         self._there: dict[str, Any] = {}
         """Name → what it stands for in the module."""
 
@@ -110,6 +123,11 @@ class _Parts:
         if free := function.__code__.co_freevars:
             raise ConfigError(
                 f"{name} uses {free[0]!r} of the function around it: give it a default, {free[0]}={free[0]}"
+            )
+        if own := [*vars(function)]:
+            raise ConfigError(
+                f"{name} has the attribute {own[0]!r}, which does not travel: make it a constant beside the function, "
+                "or put both into a module"
             )
         tree = _tree_of(function)
         used = [*_globals_of(function.__code__), *_with_defaults(tree, function)]
@@ -125,16 +143,27 @@ class _Parts:
             self.add(value)
             line = "" if used == value.__name__ else f"{used} = {value.__name__}"
         elif isinstance(value, types.ModuleType):
+            self._reach(value.__name__)
             line = "\n".join([f"import {value.__name__} as {used}", *_submodules(value.__name__, used, tree)])
         else:
-            line = _line(used, value)
-            if not line:
+            line = _literal(value)
+            if line:
+                line = f"{used} = {line}"
+            elif place := _place(used, value):
+                self._reach(place[0])
+                line = f"from {place[0]} import {place[1]} as {used}"
+            else:
                 raise ConfigError(
                     f"{name} uses {used!r}, a {type(value).__name__}, which no other process has: make it in the "
                     "function, or put both into a module"
                 )
         if line and self._is_new(used, value):
             self.lines.append(line)
+
+    def _reach(self, module: str) -> None:
+        root = _root_of(module)
+        if root and not _is_installed(root):
+            self.roots.append(root)
 
     def _is_new(self, name: str, value: Any) -> bool:
         """Whether nothing has this name in the module yet. Raises ConfigError if something else has."""
@@ -146,10 +175,15 @@ class _Parts:
 
 
 def _tree_of(function: types.FunctionType) -> ast.FunctionDef | ast.AsyncFunctionDef:
-    """Returns the source of a function. Raises ConfigError if there is none, or it has a decorator."""
-    name = function.__name__
+    """Returns the source of a function. Raises ConfigError if there is none, it has a decorator, or its file has been
+    changed since it was loaded."""
+    name, code = function.__name__, function.__code__
+    linecache.checkcache(code.co_filename)
+    text = "".join(linecache.getlines(code.co_filename, function.__globals__))
+    if text and not _is_as_written(code, text):
+        raise ConfigError(f"{name} is no longer what its file says: start the program again, or put it into a module")
     try:
-        source = inspect.getsource(function.__code__)
+        source = inspect.getsource(code)
         tree = ast.parse(f"if True:\n{source}" if source[:1].isspace() else source)
     except (OSError, TypeError, SyntaxError):
         raise ConfigError(f"{name} has no source to be found: put it into a module") from None
@@ -157,6 +191,30 @@ def _tree_of(function: types.FunctionType) -> ast.FunctionDef | ast.AsyncFunctio
     if not found or found[0].name != name or found[0].decorator_list:
         raise ConfigError(f"{name} must be written with `def` and without decorators, or come from a module")
     return found[0]
+
+
+def _is_as_written(code: types.CodeType, text: str) -> bool:
+    """Whether a source gives this code, as a file or statement by statement, as in notebooks."""
+    future = sum({getattr(__future__, name).compiler_flag for name in __future__.all_feature_names})
+    flags = code.co_flags & future | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+    try:
+        whole = ast.parse(text)
+    except (SyntaxError, ValueError):  # of what is being edited
+        return False
+    for part in (whole, *(ast.Module([statement], []) for statement in whole.body)):
+        with suppress(SyntaxError):  # as of an import from __future__ that a notebook has further down
+            made = compile(part, code.co_filename, "exec", flags, dont_inherit=True)
+            if marshal.dumps(code, 2) in (marshal.dumps(each, 2) for each in _codes(made)):
+                return True
+    return False
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Yields the code and that of functions within it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _codes(constant)
 
 
 def _with_defaults(tree: ast.FunctionDef | ast.AsyncFunctionDef, function: types.FunctionType) -> Iterator[str]:
@@ -175,15 +233,13 @@ def _written(value: Any, node: ast.expr) -> ast.expr:
     return ast.parse(text, mode="eval").body if text else node
 
 
-def _line(used: str, value: Any) -> str:
-    """Returns a line that gives a value its name; "" if there is none."""
-    if text := _literal(value):
-        return f"{used} = {text}"
+def _place(used: str, value: Any) -> tuple[str, str] | None:
+    """Returns the module from which others can import a value, and its name there; None if there is none."""
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", used)
     if not isinstance(module, str) or _found(module, name) is not value:
         places = [(key, each) for key in sorted(sys.modules, key=len) for each in {used, name} if _is(key, each, value)]
         module, name = next(iter(places), ("__main__", name))
-    return f"from {module} import {name} as {used}" if _root_of(module) else ""
+    return (module, name) if _root_of(module) else None
 
 
 def _is(module: str, name: str, value: Any) -> bool:
@@ -228,9 +284,7 @@ def _submodules(module: str, used: str, tree: ast.AST) -> list[str]:
 
 def _globals_of(code: types.CodeType) -> Iterator[str]:
     """Yields the global names that code reads, also those of functions within it."""
-    for step in dis.get_instructions(code):
-        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-            yield step.argval
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _globals_of(constant)
+    for each in _codes(code):
+        for step in dis.get_instructions(each):
+            if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+                yield step.argval

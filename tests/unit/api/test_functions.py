@@ -4,7 +4,9 @@ import importlib.util
 import json
 import linecache
 import math
+import os
 import re
+import subprocess
 import sys
 import types
 
@@ -12,6 +14,7 @@ import pytest
 
 from areal_megatron.api.functions import import_path
 from areal_megatron.config import ConfigError
+from tests.conftest import ROOT
 from tests.support.rewards import short
 
 CELL = """
@@ -181,6 +184,7 @@ def around():
             "must be written with `def` and without",
         ),
         ("score = 5\n", {}, "5 is no function"),
+        ("def score():\n    return 1\nscore.limit = 3\n", {}, "score has the attribute 'limit', which does not travel"),
     ],
 )
 def test_what_cannot_travel_is_refused_in_a_line(tmp_path, text, given, problem):
@@ -194,3 +198,52 @@ def test_a_function_that_has_lost_its_source_is_refused(tmp_path):
     exec("def score():\n    return 1\n", namespace)
     with pytest.raises(ConfigError, match="score has no source to be found: put it into a module"):
         import_path(namespace["score"], tmp_path)
+
+
+SCRIPT = """
+import math as m
+
+def score(text="a"):
+    def root(x):
+        return m.sqrt(x) if text in ("a", "b") else [m.floor(each) for each in (x, -0.0)]
+    return root(4)
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("\nimport", "\n\nimport"),
+        ("sqrt(x)", "cos(x)"),
+        ("-0.0", "0.0"),
+        ("root(4)", "(4"),
+        ("def score", "def other"),
+    ],
+)
+def test_a_function_whose_file_was_changed_is_refused(tmp_path, old, new):
+    file, namespace = tmp_path / "script.py", {"__name__": "__main__"}
+    file.write_text(SCRIPT)
+    exec(compile(SCRIPT, str(file), "exec"), namespace)
+    score = namespace["score"]
+    assert {score() for _ in range(100)} == {2.0}  # Python has its code rewritten by then
+    assert elsewhere(*import_path(score, tmp_path / "unchanged"))() == 2.0
+    file.write_text(SCRIPT.replace(old, new) + "\n")
+    with pytest.raises(ConfigError, match="score is no longer what its file says"):
+        import_path(score, tmp_path / "changed")
+
+
+def test_what_is_beside_a_script_is_found_wherever_it_is_started(tmp_path):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "beside.py").write_text("SET, TOLD = {1}, object()\n")
+    (tmp_path / "script.py").write_text(
+        "from pathlib import Path\nimport beside\nfrom beside import TOLD\n"
+        "from areal_megatron.api.functions import import_path\n"
+        "def score():\n    return beside.SET, TOLD\n"
+        "print(import_path(score, Path('functions').absolute())[0])\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    for folder in (tmp_path, tmp_path / "there"):
+        command = [sys.executable, str(tmp_path / "script.py")]
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert elsewhere(done.stdout.strip(), folder / "functions")()[0] == {1}
