@@ -24,7 +24,7 @@ from areal_megatron.controller.engine import Engine
 from areal_megatron.controller.fleet import Fleet
 from areal_megatron.controller.service import Refusal, Service
 from areal_megatron.data.trajectory import LossPart
-from areal_megatron.engine.client import Completion, EngineClient, EngineError, ScoredText
+from areal_megatron.engine.client import Completion, EngineClient, EngineError, RequestRefused, ScoredText
 from areal_megatron.models.architecture import read_config
 from areal_megatron.models.flops import SequenceFlops
 from areal_megatron.observe.background import close_all
@@ -325,7 +325,7 @@ class Driven:
         self, ask: Callable[[EngineClient, str | None], Awaitable[Found]], trajectories: int, adapter: str
     ) -> Found:
         """Returns the answer of the engine with the fewest requests; of another one if that is lost. `ask` gets the
-        salt of the engine's prefix cache."""
+        salt of the engine's prefix cache. Raises ConfigError for what an engine refuses."""
         while True:
             await self._until(lambda: len(self._able(adapter)) > 0)
             engine = min(self._able(adapter), key=lambda e: e.running)
@@ -333,6 +333,8 @@ class Driven:
             engine.occupy(trajectories)
             try:
                 return await ask(client, cache_salt(self._config.rollout, engine.version))
+            except RequestRefused as e:
+                raise ConfigError(str(e)) from None
             except EngineError as e:
                 if not await self._fleet.is_lost(engine, client, e):
                     raise

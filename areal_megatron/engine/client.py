@@ -43,6 +43,10 @@ class EngineError(RuntimeError):
     """An engine refused a request, failed in it or did not answer in time."""
 
 
+class RequestRefused(EngineError):
+    """An engine says that a request is wrong: it would refuse it again, as others would."""
+
+
 @dataclass(frozen=True)
 class Completion:
     """One sampled answer of R tokens."""
@@ -343,7 +347,8 @@ class EngineClient:
             await asyncio.sleep(_DESCRIPTORS_S)
         if status != 200:
             problem = printable(" ".join(content[:500].decode(errors="replace").split()), 500)
-            raise EngineError(f"{self.name} at {self.endpoint}: {method} {path}: status {status}: {problem}")
+            kind = RequestRefused if status == 400 else EngineError
+            raise kind(f"{self.name} at {self.endpoint}: {method} {path}: status {status}: {problem}")
         return content
 
     async def _answer(self, method: str, path: str, body: bytes | None, keep_alive: bool) -> tuple[int, bytes]:

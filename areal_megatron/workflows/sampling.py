@@ -13,7 +13,7 @@ import numpy as np
 
 from areal_megatron.config import RolloutConfig
 from areal_megatron.data.trajectory import checksum
-from areal_megatron.engine.client import Completion, EngineClient, EngineError
+from areal_megatron.engine.client import Completion, EngineClient, EngineError, RequestRefused
 
 log = logging.getLogger(__name__)
 _ATTEMPTS = 3
@@ -73,11 +73,13 @@ async def generate(sampling: Sampling, request: GenerationRequest, n: int = 1) -
     """Returns n answers to one request, the k-th sampled with seed + k.
 
     They are complete, unless requests are being aborted. A failed request is repeated from its beginning; raises
-    EngineError when it has failed _ATTEMPTS times.
+    EngineError when it has failed _ATTEMPTS times, and RequestRefused at once.
     """
     for attempt in range(1, _ATTEMPTS):
         try:
             return await _generate_once(sampling, request, n, attempt)
+        except RequestRefused:
+            raise
         except EngineError as e:
             log.warning("attempt %d of %d: %s", attempt, _ATTEMPTS, e)
             await asyncio.sleep(_RETRY_S)

@@ -1,0 +1,65 @@
+"""What a run that a program drives answers to requests that nothing can come of."""
+
+import asyncio
+
+from aiohttp import web
+
+from areal_megatron.controller.driven import Driven
+from areal_megatron.engine import answers
+from areal_megatron.protocol import GivePrompt, GiveSamples, ProgramReply
+from tests.support.engines import make_run
+
+REFUSAL = "This model's maximum context length is 8 tokens"
+
+
+def asked(folder, world, *messages) -> tuple[list[ProgramReply], int]:
+    """What the controller replies with an engine that refuses all requests, and how many that has got."""
+    run, config = make_run(folder / "run", world, mode="driven")
+    run.begin()
+    refused = []
+
+    async def answer(request):
+        if request.path != answers.PATH:
+            return web.Response()
+        refused.append(request)
+        return web.json_response({"error": REFUSAL}, status=400)
+
+    async def play():
+        app = web.Application()
+        app.router.add_route("*", "/{route:.*}", answer)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await (site := web.TCPSite(runner, "127.0.0.1", 0)).start()
+        run.announce("engine-0", site.name)
+        driven = Driven(config, run)
+        life = asyncio.create_task(driven.live())
+        try:
+            return [await driven._attend(message) for message in messages]
+        finally:
+            assert not life.done()
+            driven._bye.set()
+            await life
+            await driven.close()
+            await runner.cleanup()
+
+    return asyncio.run(play()), len(refused)
+
+
+def prompt(*tokens):
+    return GivePrompt(
+        tokens=list(tokens), n=1, max_tokens=9, temperature=1.0, top_p=1.0, top_k=0, stop_tokens=[], seed=0
+    )
+
+
+def test_what_an_engine_refuses_is_wrong_input_at_once_and_what_nobody_foresaw_is_a_failed_request(world, tmp_path):
+    [refused, empty, odd, again], requests = asked(
+        tmp_path,
+        world,
+        prompt(3, 4),
+        prompt(),
+        GiveSamples(samples=[], loss="sft", advantages=[], weights=[]),
+        prompt(3, 4),
+    )
+    assert REFUSAL in refused.wrong and refused.wrong == again.wrong and requests == 2
+    assert empty.failed.startswith("GivePrompt: ValueError: ") and odd.failed.startswith("GiveSamples: ValueError: ")
+    assert not any(reply.wrong for reply in (empty, odd))
