@@ -115,7 +115,7 @@ def plan(
 
 def _sudden_steps(config: Config) -> str:
     o = config.optimizer
-    if config.is_supervised or o.lr <= 5e-6 or o.eps >= 1e-6:
+    if config.is_supervised or config.is_driven or o.lr <= 5e-6 or o.eps >= 1e-6:
         return ""
     return (
         f"optimizer.lr: with optimizer.eps={o.eps:g} each step moves every weight by nearly the whole rate of "

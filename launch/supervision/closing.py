@@ -15,13 +15,14 @@ from areal_megatron.run.folder import RunFolder
 
 
 def closing(run: RunFolder, config: Config, done: bool, again: str) -> str:
-    """Returns three lines. `done`: the run has made all its updates. `again`: the command that started it without
-    `resume`, if it can be given again as it stands."""
+    """Returns three lines, or two where there is nothing to go on with. `done`: the run has made all its updates.
+    `again`: the command that started it without `resume`, if it can be given again as it stands."""
     folder, checkpoint = _short(run.folder), None
     with suppress(OSError, ConfigError):  # as of a folder that is away
         checkpoint, _ = checkpoint_folder.resumable(run)
     look = f"look    areal status --web {folder}   or, as one file to pass on, areal report {folder}"
-    return "\n".join([f"kept    {_kept(run, checkpoint)}", _next(config, done, again, checkpoint), look])
+    lines = [f"kept    {_kept(run, checkpoint)}", _next(config, done, again, checkpoint), look]
+    return "\n".join(filter(None, lines))
 
 
 def _kept(run: RunFolder, checkpoint: SavedCheckpoint | None) -> str:
@@ -35,6 +36,8 @@ def _kept(run: RunFolder, checkpoint: SavedCheckpoint | None) -> str:
 
 
 def _next(config: Config, done: bool, again: str, checkpoint: SavedCheckpoint | None) -> str:
+    if config.is_driven:  # by the program that has started this launcher
+        return "resume  the same program with resume=auto" if checkpoint else ""
     command = f"{again} resume=auto" if again else "the same command with resume=auto"
     if not checkpoint:
         return f"again   {command}, from the beginning"

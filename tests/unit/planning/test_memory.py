@@ -507,6 +507,7 @@ def test_a_rate_that_contradicts_adams_epsilon_is_told(capsys, monkeypatch):
         ([], False),
         (["optimizer.eps=1e-8", "optimizer.lr=5e-6"], False),
         (["optimizer.eps=1e-8", "mode=sft"], False),
+        (["optimizer.eps=1e-8", "mode=driven"], False),
     ):
         assert plan.main([*CLUSTER, *overrides]) == 0
         said = capsys.readouterr().err

@@ -248,6 +248,8 @@ def test_the_closing_lines_name_checkpoint_model_and_command(tmp_path, monkeypat
     run, config = RunFolder(tmp_path / "runs" / "my run"), Config(name="my run", updates=40)
     run.create()
     run.begin()
+    driven = Config(name="my run", mode="driven")
+    assert [line[:4] for line in closing(run, driven, True, "areal train c.yaml").splitlines()] == ["kept", "look"]
     partial = checkpoint_folder.partial(run, 20)
     (partial / "trainer").mkdir(parents=True)
     (partial / "trainer" / "__0_0.distcp").write_bytes(b"state")
@@ -257,6 +259,7 @@ def test_the_closing_lines_name_checkpoint_model_and_command(tmp_path, monkeypat
         kept,
         "resume  areal train c.yaml resume=auto",
     ]
+    assert closing(run, driven, True, "").splitlines()[:2] == [kept, "resume  the same program with resume=auto"]
     run.hf.mkdir()
     (run.hf / "config.json").touch()
     assert closing(run, config, True, "areal train c.yaml").splitlines() == [
