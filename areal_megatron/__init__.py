@@ -9,12 +9,25 @@ if TYPE_CHECKING:
     from areal_megatron.api.policy import Gradient, Likelihood, Policy, Response
     from areal_megatron.api.run import Run, RunFailed, load
     from areal_megatron.config import Config, ConfigError
+    from areal_megatron.run.folder import RunError
 
-__all__ = ["Config", "ConfigError", "Gradient", "Likelihood", "Policy", "Response", "Run", "RunFailed", "load"]
+__all__ = [
+    "Config",
+    "ConfigError",
+    "Gradient",
+    "Likelihood",
+    "Policy",
+    "Response",
+    "Run",
+    "RunError",
+    "RunFailed",
+    "load",
+]
 _MODULES = {
     "api.policy": ("Gradient", "Likelihood", "Policy", "Response"),
     "api.run": ("Run", "RunFailed", "load"),
     "config": ("Config", "ConfigError"),
+    "run.folder": ("RunError",),
 }
 
 

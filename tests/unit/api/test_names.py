@@ -1,15 +1,20 @@
 """What `import areal_megatron` gives to scripts, and how little it imports for that."""
 
+import re
 import subprocess
 import sys
 
 import pytest
 
 import areal_megatron as areal
+from tests.conftest import ROOT
 
 
 def test_every_name_is_there():
     assert all(getattr(areal, name).__name__ == name for name in areal.__all__)
+    texts = [path.read_text() for path in (ROOT / "docs").glob("*.md")]
+    told = {name for text in texts for name in re.findall(r"\bareal\.([A-Z]\w+)", text)}
+    assert {"ConfigError", "RunError", "RunFailed"} <= told <= {*areal.__all__}
 
 
 def test_another_name_is_an_error_of_this_package():
