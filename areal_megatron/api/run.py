@@ -33,8 +33,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
-from omegaconf.errors import OmegaConfBaseException
-
 from areal_megatron.api.functions import import_path
 from areal_megatron.checkpoint.folder import complete
 from areal_megatron.command import COMMANDS
@@ -42,7 +40,6 @@ from areal_megatron.config import Config, ConfigError, config_file
 from areal_megatron.observe.metrics import MetricsReader, read_status
 from areal_megatron.observe.status import Status
 from areal_megatron.process import lifeline
-from areal_megatron.process.errors import first_line
 from areal_megatron.run.folder import RunError, RunFolder
 
 _POLL_S = 0.2
@@ -60,7 +57,7 @@ class RunFailed(RunError):
 
 def load(config: str | Path, **keys: Any) -> Config:
     """Returns the config of a YAML file with other values for some keys, as `Run` takes them. Raises ConfigError."""
-    return config_file.load(config, [*_overrides(keys, _unmoved)])
+    return config_file.load(_path(config), [*_overrides(keys, _unmoved)])
 
 
 class Run:
@@ -77,7 +74,10 @@ class Run:
         self._at = Path.cwd()
         with tempfile.TemporaryDirectory(prefix="areal-") as folder:
             file = _file_of(config, _placeholder, Path(folder))
-            plain = config_file.load(file, [*_overrides(keys, _placeholder)])
+            try:
+                plain = config_file.load(file, [*_overrides(keys, _placeholder)])
+            except ConfigError as e:  # of a Config the key says where it is
+                raise ConfigError(re.sub(rf"^{re.escape(folder)}\S*: ", "", str(e))) from None
         self.folder = (self._at / plain.run_dir).absolute()
         """Where the run is, or will be."""
         self._beside = self.folder.with_name(re.sub(r"[:\s]", "_", f"{self.folder.name}-python"))
@@ -317,18 +317,21 @@ class _Program:
                     print(line, end="", flush=True)
 
 
+def _path(config: Any) -> Path:
+    if not isinstance(config, str | os.PathLike):
+        raise ConfigError(f"config: must be the path of a YAML file, is {type(config).__name__}")
+    return Path(config)
+
+
 def _file_of(config: str | Path | Config, moved: Callable[[Callable], str], folder: Path) -> Path:
     """Returns the YAML file of a config: its own, or one in `folder`, with import paths in place of functions. Raises
     ConfigError for what is no key or has no value that a key may have."""
     if not isinstance(config, Config):
-        return Path(config).absolute()
+        return _path(config).absolute()
     made = copy.deepcopy(config)
     _move_functions(made, moved, "")
     folder.mkdir(parents=True, exist_ok=True)
-    try:
-        config_file.save(made, folder / "config.yaml")
-    except OmegaConfBaseException as e:
-        raise ConfigError(first_line(e)) from None
+    config_file.save(made, folder / "config.yaml")
     return folder / "config.yaml"
 
 

@@ -68,12 +68,16 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
             OmegaConf.update(given, key, node.value)
         except OmegaConfBaseException:
             raise ConfigError(f"{place}: {key}: must be {wanted}, is {node.value!r}") from None
-    missing = [re.sub(r"\[(\d+)\]", r".\1", key) for key in OmegaConf.missing_keys(given)]
-    if not given.data.train and not given.environments:
-        missing.append("data.train")
-    if missing:
-        raise ConfigError(f"{path}: missing {', '.join(sorted(missing))}")
-    config = cast(Config, OmegaConf.to_object(given))
+    try:
+        missing = [_dotted(key) for key in OmegaConf.missing_keys(given)]
+        if not given.data.train and not given.environments:
+            missing.append("data.train")
+        if missing:
+            raise ConfigError(f"{path}: missing {', '.join(sorted(missing))}")
+        config = cast(Config, OmegaConf.to_object(given))
+    except OmegaConfBaseException as e:  # as of ${…} that stands for nothing
+        key, problem = _wrong(e)
+        raise ConfigError(f"{places.get(key, path)}: {key}: {problem}") from None
     for key, options in passed.items():
         section, _, name = key.rpartition(".")
         setattr(attrgetter(section)(config), name, options)
@@ -110,13 +114,26 @@ def check_stdin(check: Callable[[Config], None]) -> int:
 
 
 def save(config: Config, path: Path) -> None:
-    """Writes the resolved config as YAML; `load` reads it back to an equal Config."""
+    """Writes the resolved config as YAML; `load` reads it back to an equal Config. Raises ConfigError as text does."""
     write_atomically(path, text(config))
 
 
 def text(config: Config) -> str:
-    """Returns the resolved config as YAML."""
-    return OmegaConf.to_yaml(OmegaConf.structured(config))
+    """Returns the resolved config as YAML. Raises ConfigError for a value that its key cannot have."""
+    try:
+        return OmegaConf.to_yaml(OmegaConf.structured(config))
+    except OmegaConfBaseException as e:
+        raise ConfigError(": ".join(_wrong(e))) from None
+
+
+def _wrong(error: OmegaConfBaseException) -> tuple[str, str]:
+    """Returns the key that an error is about, and what is wrong with it."""
+    return _dotted(error.full_key or ""), first_line(error)
+
+
+def _dotted(key: str) -> str:
+    """Returns a key as it is given, from OmegaConf's."""
+    return re.sub(r"\[(\d+)\]", r".\1", key)
 
 
 Entry = tuple[str, yaml.Node, str]

@@ -127,6 +127,8 @@ def test_every_default_is_allowed_and_every_key_is_explained_or_plain():
         (MINIMAL + "optimiser:\n  lr: 1\n", [], ["c.yaml:10", "optimiser", "'optimizer'"]),
         (MINIMAL, ["ppo.clipp=0.1"], ["override 'ppo.clipp=0.1'", "ppo.clip"]),
         (MINIMAL, ["name={a}{b}"], ["override 'name={a}{b}': the value is not YAML", "\"name='…'\""]),
+        (MINIMAL, ["name=${oops}"], ["override 'name=${oops}': name: Interpolation key 'oops' not found"]),
+        (MINIMAL, ["data.train=${oops}"], ["data.train: Interpolation key 'oops' not found"]),
         (MINIMAL, ["lr=0.1"], ["optimizer.lr"]),
         (MINIMAL, ["batch_size=many"], ["batch_size", "many"]),
         (MINIMAL, ["eval_every=10"], ["override 'eval_every=10': unknown key 'eval_every', did you mean 'eval.every'"]),
