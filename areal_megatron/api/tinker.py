@@ -14,9 +14,9 @@ import secrets
 import signal
 import socket
 import sys
-from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,8 @@ from areal_megatron.api.tinker_losses import samples_of
 from areal_megatron.api.tinker_models import Models, Samplers
 from areal_megatron.api.tinker_wire import LossRequest, PromptScore
 from areal_megatron.config import Config, ConfigError, config_file
+from areal_megatron.models.adapter import Adapter, linear_rows, module_of
+from areal_megatron.models.architecture import architecture, read_config
 from areal_megatron.process.errors import first_line, printable
 from areal_megatron.process.shown import guard
 from areal_megatron.run.arguments import Parser, count
@@ -43,8 +45,9 @@ ADAM = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "weight_decay": 0.0, "clip_gr
 """What clients ask for where a program says nothing else, by the names of the config's section optimizer."""
 _AT_CLIENTS = {"clip_grad": "grad_clip_norm"}
 _LARGEST_BYTES = 256 * 2**20
-_KEPT_REQUESTS = 10_000
-"""Whose results can still be fetched, also once more after a connection that was lost."""
+_KEPT_REQUESTS, _KEPT_BYTES = 10_000, 2**30
+"""So many of the last results, and so much of them, can still be fetched, also once more after a connection that was
+lost."""
 _WAIT_S = 20.0
 _SAMPLING_THREADS = 64
 _PROTO, _JSON = "application/x-protobuf", "application/json"
@@ -66,12 +69,15 @@ class TinkerServer:
         """`names`: what clients may call the model; `key`: what they have to show."""
         self._policy, self._names, self._key = policy, names, key
         self._training, self._sampling = ThreadPoolExecutor(1), ThreadPoolExecutor(_SAMPLING_THREADS)
-        self._requests: OrderedDict[str, asyncio.Future[Answer]] = OrderedDict()
+        self._requests: dict[str, asyncio.Future[Answer]] = {}
+        self._sizes: dict[str, int] = {}
+        """Bytes of the results that are there, the oldest first."""
         self._models = Models(policy.config.lora.adapters)
         self._samplers = Samplers(policy.folder / "samplers")
         policy.turn_to(0, new=True)
         self._untrained = policy.save_adapter(self._samplers.new_folder())
         """An adapter as every model begins with it."""
+        self._trained = _trained(policy.config)
         self._saved: dict[str, Path] = {}
         """Path of weights → checkpoint."""
         self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -168,12 +174,18 @@ class TinkerServer:
         """Has this done, once, whoever asks again for the same number as after a connection that was lost."""
         if number not in self._requests:
             future = asyncio.get_running_loop().run_in_executor(pool, act)
-            # An error is told when the result is asked for, which may be never.
-            future.add_done_callback(lambda done: done.cancelled() or done.exception())
             self._requests[number] = future
-            while len(self._requests) > _KEPT_REQUESTS and next(iter(self._requests.values())).done():
-                self._requests.popitem(last=False)
+            future.add_done_callback(lambda done: self._keep(number, done))
         return {"request_id": number}
+
+    def _keep(self, number: str, done: asyncio.Future[Answer]) -> None:
+        """Notes a result, and forgets the oldest ones where they are too many. An error is told when somebody asks for
+        it, which may be never."""
+        answer = None if done.cancelled() or done.exception() else done.result()
+        self._sizes[number] = len(answer) if isinstance(answer, bytes) else 0
+        while len(self._sizes) > 1 and (len(self._sizes) > _KEPT_REQUESTS or sum(self._sizes.values()) > _KEPT_BYTES):
+            oldest = next(iter(self._sizes))
+            del self._sizes[oldest], self._requests[oldest]
 
     @property
     def _name(self) -> str:
@@ -192,11 +204,20 @@ class TinkerServer:
 
     def _create(self, asked: dict[str, Any]) -> Answer:
         self._check_base(asked["base_model"])
-        has, rank = self._policy.config.lora.rank, (asked.get("lora_config") or {}).get("rank")
+        wanted = asked.get("lora_config") or {}
+        has, rank = self._policy.config.lora.rank, wanted.get("rank")
         if rank != has:
             raise ConfigError(
                 f"rank: the adapters of this server have rank {has}, not {rank}: start it with lora.rank={rank}"
             )
+        own, seed = self._policy.config.seed, wanted.get("seed")
+        if seed not in (None, own):
+            raise ConfigError(f"seed: adapters begin with the server's, {own}, not {seed}: start it with seed={seed}")
+        for part, modules in self._trained.items():
+            if modules and wanted.get(part) is False:
+                raise ConfigError(
+                    f"{part}: the adapters of this server have {', '.join(modules)}: start it with other lora.targets"
+                )
         return self._begin_model(asked, lambda name: {"type": "create_model", "model_id": name})
 
     def _begin_model(self, asked: dict[str, Any], act: Callable[[str], Answer]) -> Answer:
@@ -369,6 +390,17 @@ class TinkerServer:
         return self._in_turn(asked.model, asked.number, compute)
 
 
+def _trained(config: Config) -> dict[str, list[str]]:
+    """Returns which layers have adapters, by the names that clients have for parts of a model."""
+    model, found = architecture(read_config(config.model.path)), {"train_attn": [], "train_mlp": []}
+    adapter = Adapter.of(config.lora)
+    modules = adapter.modules(model) if adapter else []
+    for row in linear_rows(model):
+        part = "train_mlp" if "mlp." in row.megatron else "train_attn"
+        found[part] += [name for name in map(module_of, row.tensors) if name in modules and name not in found[part]]
+    return found
+
+
 def _numbers(metrics: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if np.isfinite(value)}
 
@@ -397,12 +429,12 @@ def config_of(file: str, overrides: list[str]) -> Config:
     return config
 
 
-async def serve(policy: Policy, names: set[str], key: str, port: int) -> str:
-    """Serves until a signal comes; returns "" then, or why the run has failed."""
+async def serve(policy: Policy, names: set[str], key: str, listening: socket.socket) -> str:
+    """Serves over a bound socket until a signal comes; returns "" then, or why the run has failed."""
     server, over = TinkerServer(policy, names, key), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, over.set)
-    await server.http.start(socket.create_server(("127.0.0.1", port)))
+    await server.http.start(listening)
     print(f"export TINKER_BASE_URL=http://127.0.0.1:{server.http.port} TINKER_API_KEY={key}", flush=True)
     try:
         ending = asyncio.ensure_future(over.wait())
@@ -411,6 +443,16 @@ async def serve(policy: Policy, names: set[str], key: str, port: int) -> str:
     finally:
         await server.http.close()
         server.close()
+
+
+def _listening(port: int) -> socket.socket:
+    """Returns a socket that is bound, before the run is started. Raises ConfigError."""
+    try:
+        return socket.create_server(("127.0.0.1", port))
+    except OSError as e:
+        raise ConfigError(f"--port: {port}: {os.strerror(e.errno or 0)}") from None
+    except OverflowError:
+        raise ConfigError(f"--port: must be from 0 to 65535, is {port}") from None
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -422,9 +464,10 @@ def main(arguments: list[str] | None = None) -> int:
     key = os.environ.get("TINKER_API_KEY") or f"tml-{secrets.token_urlsafe(32)}"
     try:
         config = config_of(options.config, options.overrides)
-        with Policy(config, quiet=False) as policy:
+        listening = _listening(options.port)
+        with closing(listening), Policy(config, quiet=False) as policy:
             names = {config.model.path, Path(config.model.path).name}
-            if problem := asyncio.run(serve(policy, names, key, options.port)):
+            if problem := asyncio.run(serve(policy, names, key, listening)):
                 raise RunFailed(problem)
     except (ConfigError, RunFailed, OSError) as e:
         print(f"error: {e}", file=sys.stderr)
