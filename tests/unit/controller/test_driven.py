@@ -46,20 +46,16 @@ def asked(folder, world, *messages) -> tuple[list[ProgramReply], int]:
 
 
 def prompt(*tokens):
-    return GivePrompt(
-        tokens=list(tokens), n=1, max_tokens=9, temperature=1.0, top_p=1.0, top_k=0, stop_tokens=[], seed=0
-    )
+    return GivePrompt(tokens=[*tokens], n=1, max_tokens=9, temperature=1.0, top_p=1.0, top_k=0, stop_tokens=[], seed=0)
 
 
 def test_what_an_engine_refuses_is_wrong_input_at_once_and_what_nobody_foresaw_is_a_failed_request(world, tmp_path):
-    [refused, empty, odd, again], requests = asked(
-        tmp_path,
-        world,
-        prompt(3, 4),
-        prompt(),
-        GiveSamples(samples=[], loss="sft", advantages=[], weights=[]),
-        prompt(3, 4),
-    )
+    unforeseen = {
+        "GivePrompt: ValueError: ": prompt(),
+        "GiveSamples: ValueError: ": GiveSamples(samples=[], loss="sft", advantages=[], weights=[]),
+        "GivePrompt: UFuncTypeError: ": prompt("a"),
+    }
+    [refused, *others, again], requests = asked(tmp_path, world, prompt(3, 4), *unforeseen.values(), prompt(3, 4))
     assert REFUSAL in refused.wrong and refused.wrong == again.wrong and requests == 2
-    assert empty.failed.startswith("GivePrompt: ValueError: ") and odd.failed.startswith("GiveSamples: ValueError: ")
-    assert not any(reply.wrong for reply in (empty, odd))
+    for reply, begun in zip(others, unforeseen, strict=True):
+        assert reply.failed.startswith(begun) and not reply.wrong
