@@ -15,7 +15,6 @@ from typing import Any, cast
 import numpy as np
 import torch
 import torch.nn.functional as F
-from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
@@ -27,6 +26,7 @@ from areal_megatron.trainer.convolution import Earlier
 from areal_megatron.trainer.copies import to_device
 from areal_megatron.trainer.delta_rule import Chunks, Stage
 from areal_megatron.trainer.made_again import not_kept
+from areal_megatron.trainer.parallel import context_parallel_group
 
 
 @dataclass
@@ -126,9 +126,11 @@ class CoreAttention(MegatronModule):
         if width < query.size(-1):  # kernels take values as wide as keys
             value = F.pad(value, (0, query.size(-1) - width))
         if packed_seq_params is None:
-            out = _causal(*(x.permute(1, 2, 0, 3) for x in (query, key, value)), self.scale)
+            query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+            out = _causal(query, key, value, self.scale)
             return out.permute(2, 0, 1, 3)[..., :width].flatten(2)
-        out = attend(*(x.flatten(0, -3) for x in (query, key, value)), packed_seq_params, self.scale)
+        query, key, value = (x.flatten(0, -3) for x in (query, key, value))
+        out = attend(query, key, value, packed_seq_params, self.scale)
         return out[..., :width].flatten(1).unsqueeze(1)
 
 
@@ -162,7 +164,7 @@ def _has_varlen(query: Tensor) -> bool:
 def _gathered(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Returns keys and values of all context-parallel ranks, in the order of the ranks: [cp × T, groups, d] each."""
     both = torch.cat((key, value), -1).contiguous()
-    group = parallel_state.get_context_parallel_group()
+    group = context_parallel_group()
     gathered = gather_from_sequence_parallel_region(both, tensor_parallel_output_grad=True, group=group)
     return gathered.split((key.size(-1), value.size(-1)), -1)
 

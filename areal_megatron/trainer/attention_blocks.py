@@ -211,7 +211,7 @@ class _AttendWithPast(torch.autograd.Function):
     def forward(ctx, query, key, value, packed, scale):
         blocks, own = packed.blocks, packed.own_keys
         parts = zip(*(blocks.cut(blocks.fill(x)) for x in (query, key[own], value[own])), strict=True)
-        found = [_softmax(*part, True, scale) for part in parts]
+        found = [_softmax(q, k, v, True, scale) for q, k, v in parts]
         out = blocks.take(blocks.join([out for out, _ in found]))
         total = blocks.take(blocks.join([total.unsqueeze(-1) for _, total in found]))
         for past in packed.pasts:
@@ -239,7 +239,8 @@ class _AttendWithPast(torch.autograd.Function):
         gradient_ = gradient_.masked_fill(blocks.padding[:, None, None], 0)
         total_ = total_.masked_fill(blocks.padding[:, None, None], torch.inf)  # padding has attended to nothing
         parts = zip(*(blocks.cut(x) for x in (gradient_, query_, key_, value_, out_, total_)), strict=True)
-        found = zip(*(_softmax_backward(*part[:5], part[5].squeeze(-1), True, scale) for part in parts), strict=True)
+        slopes = (_softmax_backward(g, q, k, v, o, t.squeeze(-1), True, scale) for g, q, k, v, o, t in parts)
+        found = zip(*slopes, strict=True)
         for to, parts in zip((d_query, d_key[own], d_value[own]), found, strict=True):
             to += blocks.take(blocks.join(parts))
         for past in ctx.packed.pasts:

@@ -86,13 +86,13 @@ def largest_error(device: torch.device, dtype: torch.dtype, heads: int, groups: 
     queries, keys = (sum(column) for column in zip(*RUNS, strict=True))
     inputs = [drawn(queries, heads), drawn(keys, groups), drawn(keys, groups)]
     scale, gradient = 0.7 / math.sqrt(size), drawn(queries, heads)
-    ends = [
+    ends, key_ends = (
         torch.tensor((0, *column), dtype=torch.int32).cumsum(0).int().to(device) for column in zip(*RUNS, strict=True)
-    ]
-    longest = [max(column) for column in zip(*RUNS, strict=True)]
+    )
+    longest, most_keys = (max(column) for column in zip(*RUNS, strict=True))
 
     def kernel(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return attend_runs(query, key, value, *ends, *longest, scale)
+        return attend_runs(query, key, value, ends, key_ends, longest, most_keys, scale)
 
     def formula(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return plain(query, key, value, RUNS, scale)

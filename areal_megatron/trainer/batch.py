@@ -17,6 +17,7 @@ from areal_megatron.models.flops import SequenceFlops
 from areal_megatron.packing.row import TokenRow, View, divide
 from areal_megatron.trainer.attention import Packed
 from areal_megatron.trainer.copies import to_device
+from areal_megatron.trainer.parallel import context_parallel_group
 from areal_megatron.trainer.routing import UNKNOWN, Routing
 
 _NONE = np.zeros(0, np.int64)
@@ -78,7 +79,7 @@ class MicroBatch:
         """
         if self.own is None:
             return values
-        return _OfAllRanks.apply(values, self.own, self.trained, parallel_state.get_context_parallel_group())
+        return _OfAllRanks.apply(values, self.own, self.trained, context_parallel_group())
 
 
 class _OfAllRanks(torch.autograd.Function):

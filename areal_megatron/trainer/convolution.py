@@ -65,7 +65,7 @@ class _Convolution(torch.autograd.Function):
         for step in steps:
             own = factors[-1 - step.back]
             _add_but_for(step.crossing, out[step.back :], step.back, x[: -step.back], own)
-            if step.after is not None:
+            if step.after is not None and step.found is not None:
                 out.index_add_(0, step.after, x.index_select(0, step.found) * own)
         return out
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core import parallel_state
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron.core.tensor_parallel.mappings import all_to_all
 from torch import Tensor
@@ -22,6 +21,7 @@ from areal_megatron.trainer.convolution import convolved
 from areal_megatron.trainer.delta_rule import delta_rule, delta_rule_by_fla
 from areal_megatron.trainer.gathered import settle
 from areal_megatron.trainer.made_again import made_again
+from areal_megatron.trainer.parallel import context_parallel_group
 
 
 class DeltaNet(GatedDeltaNet):
@@ -33,6 +33,12 @@ class DeltaNet(GatedDeltaNet):
     What comes after the first product is not kept for the backward pass, but recomputed in it: between chunks of tokens
     it would be many times the product.
     """
+
+    qk_dim: int
+    v_dim: int
+    key_head_dim: int
+    value_head_dim: int
+    num_value_heads: int
 
     def forward(
         self,
@@ -83,22 +89,21 @@ class DeltaNet(GatedDeltaNet):
         keys = (mixed.size(-1) - values) // 2
         query, key, value = mixed.split((keys, keys, values), -1)
         dtype = str(mixed.dtype).removeprefix("torch.")
-        by_fla = not hardware.lacks("delta_rule", hardware.found(mixed.device), dtype)
-        read, runs = (delta_rule_by_fla, packed.stages) if by_fla else (delta_rule, packed.chunks)
-        out = read(
+        inputs = (
             query.unflatten(-1, (-1, self.key_head_dim)),
             key.unflatten(-1, (-1, self.key_head_dim)),
             value.unflatten(-1, (-1, self.value_head_dim)),
             decay,
             strength.sigmoid().float(),
-            runs,
         )
-        return out.flatten(1)
+        if hardware.lacks("delta_rule", hardware.found(mixed.device), dtype):
+            return delta_rule(*inputs, packed.chunks).flatten(1)
+        return delta_rule_by_fla(*inputs, packed.stages).flatten(1)
 
 
 def _own_share(parameter: Tensor) -> Tensor:
     """Returns the rows of the heads that this context-parallel rank computes."""
-    group = parallel_state.get_context_parallel_group()
+    group = context_parallel_group()
     return parameter.chunk(group.size())[group.rank()]
 
 
@@ -107,7 +112,7 @@ def _by_heads(parts: Sequence[Tensor], packed: Packed) -> tuple[Tensor, Tensor, 
 
     [T, width] each → [tokens of the row, width / cp] each, the first three parts side by side.
     """
-    group = parallel_state.get_context_parallel_group()
+    group = context_parallel_group()
     rows = torch.cat([part.unflatten(-1, (group.size(), -1)) for part in parts], -1)
     rows = all_to_all(group, rows.transpose(0, 1).contiguous()).flatten(0, 1).index_select(0, packed.gathered)
     *mixed, strength, decay = (part.size(-1) // group.size() for part in parts)
@@ -116,6 +121,6 @@ def _by_heads(parts: Sequence[Tensor], packed: Packed) -> tuple[Tensor, Tensor, 
 
 def _by_tokens(out: Tensor, packed: Packed) -> Tensor:
     """Undoes `_by_heads`: [tokens of the row, width / cp] → [T, width]."""
-    group = parallel_state.get_context_parallel_group()
+    group = context_parallel_group()
     rows = out.new_zeros(group.size() * packed.view.length, out.size(-1)).index_copy(0, packed.gathered, out)
     return all_to_all(group, rows.unflatten(0, (group.size(), -1))).transpose(0, 1).flatten(1)

@@ -112,9 +112,9 @@ class Stage:
         for runs in (roots, np.flatnonzero(before >= 0)):
             if len(runs):
                 places = np.concatenate([np.arange(starts[run], starts[run] + tokens[run]) for run in runs])
-                of = np.searchsorted(roots, before[runs]) if runs is not roots else None
                 edges = np.cumsum((0, *tokens[runs]))
-                found.append(cls(*(x if x is None else to_device(x, device) for x in (places, edges, of))))
+                of = None if runs is roots else to_device(np.searchsorted(roots, before[runs]), device)
+                found.append(cls(to_device(places, device), to_device(edges, device), of))
         return found
 
 
@@ -122,13 +122,13 @@ def delta_rule_by_fla(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, strength: Tensor, stages: Sequence[Stage]
 ) -> Tensor:
     """Does what `delta_rule` does, in half precision, with the kernels of fla."""
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # pyright: ignore[reportMissingImports]: for GPUs alone
 
     inputs, states, out = (query, key, value, decay, strength), None, torch.empty_like(value)
     for stage in stages:
         read, states = chunk_gated_delta_rule(
             *(x.index_select(0, stage.places).unsqueeze(0) for x in inputs),
-            initial_state=None if stage.parents is None else states.index_select(0, stage.parents),
+            initial_state=None if states is None or stage.parents is None else states.index_select(0, stage.parents),
             output_final_state=len(stages) > 1,
             use_qk_l2norm_in_kernel=True,
             cu_seqlens=stage.boundaries,

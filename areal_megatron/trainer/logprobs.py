@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -23,6 +22,7 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor
 
 from areal_megatron.models.logits import cpu_logits, gpu_logits, tile
+from areal_megatron.trainer.parallel import tensor_parallel_group
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ def token_logprobs(
     sequence parallelism). weight: [padded vocabulary / tp, h]. rows: int64 [N]. labels: int64 [N], or [N, L] for
     several tokens in the same place. Both results are the same on all tensor-parallel ranks.
     """
-    group = parallel_state.get_tensor_model_parallel_group()
+    group = tensor_parallel_group()
     columns = labels[:, None] if labels.dim() == 1 else labels
     predicting = _predicting(hidden, rows, vocabulary)
     found, entropies = _TokenLogprobs.apply(predicting, weight, columns, vocabulary, group, entropy)
@@ -75,7 +75,7 @@ def token_logprobs(
 def likeliest(hidden: Tensor, weight: Tensor, rows: Tensor, labels: Tensor, vocabulary: Vocabulary) -> Tensor:
     """Returns whether no token is likelier than labels[i] after the token at rows[i], bool [N]; the arguments are those
     of `token_logprobs`."""
-    shard = _Shard(weight, labels[:, None], vocabulary, parallel_state.get_tensor_model_parallel_group())
+    shard = _Shard(weight, labels[:, None], vocabulary, tensor_parallel_group())
     hidden = _predicting(hidden, rows, vocabulary)
     target = torch.zeros(len(labels), dtype=torch.float32, device=hidden.device)
     top = torch.full_like(target, torch.finfo(torch.float32).min)
@@ -150,7 +150,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 _add_product(d_hidden[tokens], d_logits, own_weight)
                 if d_own_weight is not None:
                     _add_product(d_own_weight, d_logits.T, hidden[tokens])
-            if d_weight is not None:
+            if d_weight is not None and d_own_weight is not None:
                 d_weight[columns] = d_own_weight
         return d_hidden.to(hidden.dtype), d_weight, None, None, None, None
 
@@ -187,7 +187,7 @@ class _Shard:
         column = label.clamp(0, columns.stop - columns.start - 1)
         return column == label, column
 
-    def reduce(self, values: Tensor, operation: dist.ReduceOp) -> Tensor:
+    def reduce(self, values: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
         if self.group.size() > 1:
             dist.all_reduce(values, operation, group=self.group)
         return values
@@ -254,7 +254,7 @@ def slopes(
     d entropy / d logits = −softmax · (log softmax + entropy)
     """
     logprobs = logits.sub_(normalisers[:, None]).clamp_(min=_LEAST)
-    if entropies is None:
+    if entropies is None or d_entropies is None:
         return logprobs.exp_().mul_(-d_logprobs[:, None])
     factors = (logprobs + entropies[:, None]).mul_(-d_entropies[:, None]).sub_(d_logprobs[:, None])
     return logprobs.exp_().mul_(factors)

@@ -10,6 +10,7 @@ import os
 import socket
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -126,6 +127,26 @@ class Parallel:
         return buffer.numpy().tobytes()
 
 
+def tensor_parallel_group() -> dist.ProcessGroup:
+    """Returns the group of the ranks that have this one's layers, each a part of the weights."""
+    return cast(dist.ProcessGroup, parallel_state.get_tensor_model_parallel_group())
+
+
+def context_parallel_group() -> dist.ProcessGroup:
+    """Returns the group of the ranks that have this one's part of the model, each with a part of every row."""
+    return cast(dist.ProcessGroup, parallel_state.get_context_parallel_group())
+
+
+def pipeline_group() -> dist.ProcessGroup:
+    """Returns the group of this rank's pipeline stages."""
+    return cast(dist.ProcessGroup, parallel_state.get_pipeline_model_parallel_group())
+
+
+def replicas() -> dist.ProcessGroup:
+    """Returns the group of the ranks that hold the same part of the model."""
+    return cast(dist.ProcessGroup, parallel_state.get_data_parallel_group(with_context_parallel=True))
+
+
 def seed_generators(seed: int) -> None:
     """Sets this rank's random generators: torch's, and that of the layers under tensor parallelism, from the same seed
     another one on each tensor-parallel rank."""
@@ -182,7 +203,7 @@ def initialise(config: Config, run: RunFolder, rank: int) -> Parallel:
         replica=replica,
         is_leader=rank == dist.get_global_rank(replica_control, 0),
         is_last_stage=parallel_state.is_pipeline_last_stage(),
-        control=dist.new_group(backend="gloo", timeout=timeout),
+        control=_gloo_group(None, timeout),
         replica_control=replica_control,
         store=store,
     )
@@ -239,5 +260,10 @@ def _replica_group(sizes: MegatronSizes, rank: int, timeout: timedelta) -> tuple
     groups = []
     for replica in range(sizes.dp):
         members = [member for member in range(sizes.ranks) if replica_of[member] == replica]
-        groups.append(dist.new_group(members, backend="gloo", timeout=timeout))
+        groups.append(_gloo_group(members, timeout))
     return replica_of[rank], groups[replica_of[rank]]
+
+
+def _gloo_group(members: list[int] | None, timeout: timedelta) -> dist.ProcessGroup:
+    """Returns the group of `members`, or of all ranks; of use to the members alone."""
+    return cast(dist.ProcessGroup, dist.new_group(members, backend="gloo", timeout=timeout))

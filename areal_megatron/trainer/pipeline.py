@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from areal_megatron.trainer.adapter import dropping
 from areal_megatron.trainer.batch import MicroBatch, RowPart, pack
+from areal_megatron.trainer.parallel import tensor_parallel_group
 
 Work = tuple[MicroBatch, Callable[[Tensor], Any]]
 """A micro-batch, and the function that the last stage applies to the output of the model: final hidden states
@@ -62,7 +62,7 @@ def _run(chunks: Chunks, work: Sequence[Work], forward_only: bool, idle: int = 0
     return get_forward_backward_func()(
         forward_step_func=_forward_step,
         data_iterator=[zip(work, trained, strict=True) for _ in chunks],
-        model=chunks,
+        model=[*chunks],
         num_microbatches=len(work),
         seq_length=work[0][0].tokens.size(1),  # Megatron asks for a length; stages send each other the true one
         micro_batch_size=1,
@@ -138,6 +138,6 @@ def _unbalanced(chunk: DistributedDataParallel, microbatch: MicroBatch) -> Tenso
         return None
     untrained = microbatch.untrained
     if chunk.config.sequence_parallel and not chunk.module.pre_process:  # Megatron cuts it for the first stage only
-        group = parallel_state.get_tensor_model_parallel_group()
+        group = tensor_parallel_group()
         untrained = untrained.chunk(group.size(), dim=1)[group.rank()]
     return untrained

@@ -8,24 +8,25 @@ learning.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import get_updated_expert_bias
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from areal_megatron.config import ConfigError
 from areal_megatron.data.trajectory import Trajectory
+from areal_megatron.trainer.parallel import tensor_parallel_group
 
 UNKNOWN = -1
 """The number of no expert: the router chooses."""
@@ -74,9 +75,16 @@ class RouteOverride:
         self.routes: Tensor | None = None
         """int16 [tokens of this rank, k] for the next forward pass; None if the router chooses."""
 
-    def get_replay_topk(self, scores, topk, num_groups=None, group_topk=None, default_compute_topk=None):
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None,
+        group_topk: int | None,
+        default_compute_topk: Callable[[Tensor, int], tuple[Tensor, Tensor]],
+    ) -> tuple[Tensor, Tensor]:
         limited = scores
-        if group_topk:
+        if num_groups and group_topk:
             limited = scores.masked_fill(~in_best_groups(scores, num_groups, group_topk), -torch.inf)
         values, chosen = default_compute_topk(limited, topk)
         if self.routes is None:
@@ -106,14 +114,11 @@ def move_biases(chunks: Sequence[DistributedDataParallel]) -> None:
     megatron-core up or down. The load comes from the forward passes with gradients since the last call; all tokens
     count, prompts included. Collective, unless the rate is 0.
     """
-    rate, routers = chunks[0].module.config.moe_router_bias_update_rate, list(_biased(chunks))
+    rate, routers = chunks[0].config.moe_router_bias_update_rate, list(_biased(chunks))
     if rate and routers:
-        loads, biases = (
-            torch.stack([getattr(router, name) for router in routers])
-            for name in ("local_tokens_per_expert", "expert_bias")
-        )
-        for router, bias in zip(routers, get_updated_expert_bias(loads, biases, rate), strict=True):
-            router.expert_bias.copy_(bias)
+        loads, biases = (torch.stack(each) for each in zip(*routers, strict=True))
+        for (_, bias), moved in zip(routers, get_updated_expert_bias(loads, biases, rate), strict=True):
+            bias.copy_(moved)
     forget_load(chunks)
 
 
@@ -125,16 +130,17 @@ def balances(config: TransformerConfig) -> bool:
 
 def forget_load(chunks: Sequence[DistributedDataParallel]) -> None:
     """Has the loads of experts count from here."""
-    for router in _biased(chunks):
-        router.local_tokens_per_expert.zero_()
+    for load, _ in _biased(chunks):
+        load.zero_()
 
 
-def _biased(chunks: Sequence[DistributedDataParallel]) -> Iterator[TopKRouter]:
-    if not chunks[0].module.config.num_moe_experts:
+def _biased(chunks: Sequence[DistributedDataParallel]) -> Iterator[tuple[Tensor, Tensor]]:
+    """The load that each router with a bias has counted, and the bias."""
+    if not chunks[0].config.num_moe_experts:
         return  # looking through all modules takes milliseconds, in every step
     for module in (module for chunk in chunks for module in chunk.modules()):
-        if isinstance(module, TopKRouter) and module.expert_bias is not None:
-            yield module
+        if isinstance(module, TopKRouter) and module.enable_expert_bias:
+            yield module.get_buffer("local_tokens_per_expert"), module.get_buffer("expert_bias")
 
 
 def replay_routes(chunk: GPTModel) -> None:
@@ -143,8 +149,11 @@ def replay_routes(chunk: GPTModel) -> None:
     This includes the pass that recomputes activations, which is given the same micro-batch whatever the schedule.
     """
     for layer in chunk.decoder.layers:
+        assert isinstance(layer, TransformerLayer)
         if isinstance(layer.mlp, MoELayer):
-            number, replay = layer.layer_number - 1, layer.mlp.router.router_replay
+            router = layer.mlp.router
+            assert isinstance(router, TopKRouter) and isinstance(router.router_replay, RouteOverride)
+            number, replay = layer.layer_number - 1, router.router_replay
             layer.register_forward_pre_hook(
                 partial(_set, number=number, replay=replay, sharded=chunk.config.sequence_parallel), with_kwargs=True
             )
@@ -156,5 +165,5 @@ def _set(
     packed = options.get("packed_seq_params")
     replay.routes = None if packed is None or packed.routes is None else packed.routes[number]
     if sharded and replay.routes is not None:
-        group = parallel_state.get_tensor_model_parallel_group()
+        group = tensor_parallel_group()
         replay.routes = replay.routes.chunk(group.size())[group.rank()]
