@@ -22,7 +22,7 @@ import math
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +30,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
+    set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -39,6 +40,7 @@ from areal_megatron.models.architecture import Architecture
 from areal_megatron.models.pattern import numbers
 from areal_megatron.models.table import Cut, Row
 from areal_megatron.reshard.boxes import Layout
+from areal_megatron.trainer.marks import mark
 
 Runs = Sequence[tuple[int | None, int]]
 """Rows of a weight on this rank, in order: the number of the layer among those with an adapter that its linear layer
@@ -107,9 +109,16 @@ class LowRank(torch.nn.Module):
         axis_of[self.lora_B] = None if self._cut in (Cut.COLUMNS, Cut.WHOLE) else 0
         for factor, axis in axis_of.items():
             if axis is None:
-                factor.sequence_parallel = self._sharded
+                mark(factor, sequence_parallel=self._sharded)
             else:
-                factor.tensor_model_parallel, factor.partition_dim, factor.partition_stride = True, axis, 1
+                set_tensor_model_parallel_attributes(factor, True, axis, 1)
+
+
+class Adapted(torch.nn.Module):
+    """What is used of a linear layer of megatron-core that has got an adapter."""
+
+    weight: Tensor
+    adapter: LowRank
 
 
 def add_adapters(chunk: GPTModel, model: Architecture, adapter: Adapter, base: Layout, dropout: float = 0.0) -> None:
@@ -126,8 +135,9 @@ def add_adapters(chunk: GPTModel, model: Architecture, adapter: Adapter, base: L
         if own:
             stack = _stack(fused[0].megatron, base)
             runs = [(own.index(module) if module in own else None, count) for module, count in stack]
-            linear.adapter = LowRank(chunk.config, linear.weight, adapter, fused[0].cut, len(own), runs, dropout)
-            linear.register_forward_hook(_add)
+            weight = cast(Tensor, linear.weight)
+            linear.adapter = LowRank(chunk.config, weight, adapter, fused[0].cut, len(own), runs, dropout)
+            cast(Adapted, linear).register_forward_hook(_add)
     if chunk.pre_process:
         # Where layers are recomputed, what they begin with must need a gradient: else nothing within them gets one.
         chunk.embedding.register_forward_hook(lambda _module, _inputs, output: output.requires_grad_())
@@ -142,7 +152,7 @@ def _stack(weight: str, base: Layout) -> list[tuple[str, int]]:
     return [(module_of(piece.tensor), piece.local.shape[axis]) for piece in first]
 
 
-def _add(linear: torch.nn.Module, inputs: tuple[Tensor, ...], output: tuple[Tensor, Any]) -> tuple[Tensor, Any] | None:
+def _add(linear: Adapted, inputs: tuple[Tensor, ...], output: tuple[Tensor, Any]) -> tuple[Tensor, Any] | None:
     if not linear.adapter.enabled:
         return None
     return output[0] + linear.adapter(inputs[0]), output[1]
@@ -201,7 +211,8 @@ class Merged(Mapping[str, Tensor]):
     def __init__(self, chunks: Sequence[torch.nn.Module], parameters: Mapping[str, Tensor]):
         self._parameters = parameters
         names = {values.data_ptr(): name for name, values in parameters.items()}
-        linears = (module for chunk in chunks for module in chunk.modules() if hasattr(module, "adapter"))
+        adapted = (module for chunk in chunks for module in chunk.modules() if hasattr(module, "adapter"))
+        linears = (cast(Adapted, module) for module in adapted)
         self._linears = {names[linear.weight.data_ptr()]: linear for linear in linears}
         self._last: tuple[str, Tensor] | None = None
         self._kept: dict[str, Tensor] = {}

@@ -43,11 +43,12 @@ class Experts(SequentialMLP):
         rows, probs = permuted_local_hidden_states, permuted_probs
         if not self.grouped or not len(rows):
             return super().forward(rows, tokens_per_expert, probs)
-        for expert in reversed(self.local_experts):
+        experts: list[Any] = [*self.local_experts]
+        for expert in reversed(experts):
             settle(expert.linear_fc1, expert.linear_fc2)
         counts = tokens_per_expert.tolist()
-        first = [expert.linear_fc1.weight for expert in self.local_experts]
-        second = [expert.linear_fc2.weight for expert in self.local_experts]
+        first = [expert.linear_fc1.weight for expert in experts]
+        second = [expert.linear_fc2.weight for expert in experts]
 
         def multiply(rows: Tensor) -> Tensor:
             return _Products.apply(rows, counts, *first)

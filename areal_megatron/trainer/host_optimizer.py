@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
@@ -47,7 +47,7 @@ class HostOptimizer(HybridDeviceOptimizer):
             for group in self.param_groups
         ]
         self._buckets = list(_buckets(part for group in groups for part in group["params"]))
-        self._wires: list[tuple[Tensor, torch.cuda.Event | None]] = []
+        self._wires: list[tuple[Tensor, torch.Event | None]] = []
         """Two pinned buffers from which parameters are copied to the device in turns, and when that copy is done."""
         main_of, part_of = {}, {}
         for bucket in self._buckets:
@@ -56,7 +56,9 @@ class HostOptimizer(HybridDeviceOptimizer):
         mains = [group | {"params": [main_of[part] for part in group["params"]]} for group in groups if group["params"]]
         return mains, [], main_of, part_of, dict(main_of)
 
-    def build_cpu_optimizer_list(self, kind: type[torch.optim.Optimizer], groups: list[dict[str, Any]]) -> list:
+    def build_cpu_optimizer_list(
+        self, kind: Callable[[list], torch.optim.Optimizer], groups: list[dict[str, Any]]
+    ) -> list:
         """Returns an optimizer for each bucket."""
         made = []
         for bucket in self._buckets:
@@ -83,7 +85,7 @@ class HostOptimizer(HybridDeviceOptimizer):
 
     def _fetch(self, bucket: _Bucket) -> torch.Event | None:
         """Starts to copy the gradients of a bucket to the host; returns when they are there."""
-        gradients = [getattr(part, "decoupled_grad", part.grad) for part in bucket.parts]
+        gradients = [cast(Tensor, getattr(part, "decoupled_grad", part.grad)) for part in bucket.parts]
         mains = [self.gpu_params_map_cpu_copy[part] for part in bucket.parts]
         if bucket.gradients is None:
             for main, gradient in zip(mains, gradients, strict=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -40,6 +40,7 @@ from areal_megatron.trainer import elementwise
 from areal_megatron.trainer.attention import CoreAttention
 from areal_megatron.trainer.delta_net import DeltaNet
 from areal_megatron.trainer.experts import Experts
+from areal_megatron.trainer.marks import mark
 from areal_megatron.trainer.routing import RouteOverride
 
 
@@ -53,8 +54,7 @@ class RMSNorm(torch.nn.Module):
         super().__init__()
         self.eps, self.added_to_one = eps, config.layernorm_zero_centered_gamma
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        # Each rank sees only a part of the tokens, so Megatron must sum this gradient over tp.
-        self.weight.sequence_parallel = config.sequence_parallel
+        mark(self.weight, sequence_parallel=config.sequence_parallel)
 
     def forward(self, x: Tensor) -> Tensor:
         # In half precision 1 and a small weight would round to 1.
@@ -98,7 +98,7 @@ class Router(TopKRouter):
         """
         taken = reduce_from_tensor_model_parallel_region(routing_map.sum(dim=0), self.tp_cp_group)
         tokens = taken.sum().clamp(min=1) / self.topk
-        coefficient = self.get_aux_loss_coeff("aux_loss") * self.num_experts / self.topk
+        coefficient = self.get_aux_loss_coeff("aux_loss") * scores.size(1) / self.topk
         return MoEAuxLossAutoScaler.apply(probs, coefficient * (scores.sum(dim=0) * taken).sum() / tokens)
 
 
@@ -106,8 +106,8 @@ class Attention(SelfAttention):
     """Megatron's attention, whose gate (0.16.1) has the query heads of all ranks that share a KV head."""
 
     def get_query_key_value_tensors(self, *args: Any, output_gate: bool = False, **options: Any) -> tuple:
-        found = super().get_query_key_value_tensors(*args, output_gate=output_gate, **options)
-        sharing = self.world_size // self.config.num_query_groups
+        found = cast(tuple, super().get_query_key_value_tensors(*args, output_gate=output_gate, **options))
+        sharing = self.world_size // cast(int, self.config.num_query_groups)
         if not output_gate or sharing < 2:
             return found
         *others, gate = found
@@ -131,9 +131,11 @@ def block_spec(
         return _local_layer(config, experts, linear, grouped)
 
     frequency, linear = config.moe_layer_freq, config.linear_attention_freq or [0] * config.num_layers
+    assert not isinstance(linear, int)  # transformer_config gives a list
     experts = frequency if isinstance(frequency, list) else [config.num_moe_experts is not None] * config.num_layers
     layers = [layer(bool(experts[number]), bool(linear[number])) for number in range(first, first + count)]
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=TENorm if sizes.fused_layernorm else RMSNorm)
+    norm: Any = TENorm if sizes.fused_layernorm else RMSNorm  # Megatron takes classes too
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 
 def _engine_layer(config: TransformerConfig, experts: bool) -> ModuleSpec:
@@ -143,9 +145,10 @@ def _engine_layer(config: TransformerConfig, experts: bool) -> ModuleSpec:
         qk_layernorm=config.qk_layernorm,
         multi_latent_attention=config.multi_latent_attention,
     )
-    layer.submodules.self_attention.submodules.core_attention = CoreAttention
+    submodules: Any = layer.submodules
+    submodules.self_attention.submodules.core_attention = CoreAttention
     if experts:
-        layer.submodules.mlp.submodules.router = Router
+        submodules.mlp.submodules.router = Router
     return layer
 
 
@@ -159,15 +162,16 @@ def _local_layer(config: TransformerConfig, has_experts: bool, linear: bool, gro
     else:
         mlp = ModuleSpec(module=MLP, submodules=products)
     attention = _latent_attention if config.multi_latent_attention else _attention
+    add: Any = get_bias_dropout_add  # a function, of which Megatron's type does not know
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
             self_attention=DELTA_NET if linear else attention(config),
-            self_attn_bda=get_bias_dropout_add,
+            self_attn_bda=add,
             pre_mlp_layernorm=RMSNorm,
             mlp=mlp,
-            mlp_bda=get_bias_dropout_add,
+            mlp_bda=add,
             sharded_state_dict_keys_map=checkpoint_names(has_experts, config.multi_latent_attention, linear),
         ),
     )

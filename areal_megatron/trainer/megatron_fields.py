@@ -15,7 +15,7 @@ from areal_megatron.process.errors import printable
 
 
 def with_fields(
-    own: Mapping[str, Any], given: Mapping[str, Any], kind: type[TransformerConfig] = TransformerConfig
+    own: dict[str, Any], given: Mapping[str, Any], kind: type[TransformerConfig] = TransformerConfig
 ) -> TransformerConfig:
     """Returns the TransformerConfig, of the class `kind`, with the trainer's own fields and those that a config passes
     through.

@@ -32,7 +32,9 @@ from areal_megatron.trainer.adapter import add_adapters, is_factor
 from areal_megatron.trainer.cpu import cpu_passes_for_cuda
 from areal_megatron.trainer.gathered import settle
 from areal_megatron.trainer.layers import block_spec
+from areal_megatron.trainer.marks import mark
 from areal_megatron.trainer.megatron_fields import with_fields
+from areal_megatron.trainer.parallel import pipeline_group, replicas
 from areal_megatron.trainer.patches import accumulate_in_products
 from areal_megatron.trainer.recompute import recompute
 from areal_megatron.trainer.routing import replay_routes
@@ -88,7 +90,7 @@ class ValueHead(torch.nn.Module):
         super().__init__()
         self._sharded = config.sequence_parallel
         self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
-        self.weight.sequence_parallel = config.sequence_parallel  # see RMSNorm
+        mark(self.weight, sequence_parallel=config.sequence_parallel)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         values = F.linear(hidden.float(), self.weight.float())
@@ -191,7 +193,8 @@ def build_model(
     # routers have read it; Learner.step moves the biases.
     transformer.moe_router_enable_expert_bias = False
     if overlap:  # gradients are reduced in the backward pass of the last micro-batch only
-        transformer.no_sync_func = [chunk.no_sync for chunk in chunks] if sizes.vpp > 1 else chunks[0].no_sync
+        no_sync: Any = [chunk.no_sync for chunk in chunks]
+        transformer.no_sync_func = no_sync if sizes.vpp > 1 else no_sync[0]  # Megatron's type of it lacks the list
     return chunks
 
 
@@ -200,7 +203,8 @@ def _rotate(chunk: GPTModel, hf: PretrainedConfig, device: torch.device) -> None
         chunk.rotary_pos_emb = Rotary(hf, chunk.rotary_pos_emb, device)
         return
     for layer in chunk.decoder.layers:
-        layer.self_attention.rotary_pos_emb = LatentRotary(hf, layer.self_attention.rotary_pos_emb, device)
+        attention = cast(Any, layer.self_attention)
+        attention.rotary_pos_emb = LatentRotary(hf, attention.rotary_pos_emb, device)
 
 
 def _keep_to_itself(chunk: DistributedDataParallel) -> None:
@@ -215,15 +219,22 @@ def _finalise_gradients(chunks: list[DistributedDataParallel], trained: torch.Te
 
     trained: int32, on the last stage; without any the gradient is zero.
     """
-    finalize_model_grads(chunks, None, *groups, **options)
-    stages = parallel_state.get_pipeline_model_parallel_group()
-    replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    finalize_model_grads([*chunks], None, *groups, **options)
+    stages, group = pipeline_group(), replicas()
     if stages.size() > 1:
         torch.distributed.broadcast(trained, group_src=stages.size() - 1, group=stages)
-    if replicas.size() > 1:
-        torch.distributed.all_reduce(trained, group=replicas)
+    if group.size() > 1:
+        torch.distributed.all_reduce(trained, group=group)
+    factor: Any = 1.0 / trained.clamp(min=1)  # for Megatron a number
     for chunk in chunks:
-        chunk.scale_gradients(1.0 / trained.clamp(min=1))
+        chunk.scale_gradients(factor)
+
+
+def policy_of(chunks: list[DistributedDataParallel]) -> PolicyModel:
+    """Returns the policy's last virtual stage on this rank, which has the output layer if any has."""
+    policy = chunks[-1].module
+    assert isinstance(policy, PolicyModel)
+    return policy
 
 
 def named_parameters(chunks: list[DistributedDataParallel]) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -262,7 +273,7 @@ def _chunk(
 ) -> GPTModel:
     chunk = kind(
         transformer,
-        block_spec(transformer, sizes, stage, grouped),
+        block_spec(transformer, sizes, stage, grouped),  # pyright: ignore[reportArgumentType]: it takes a block's, too
         vocab_size=sizes.padded_vocabulary(held.dimensions.vocabulary),
         max_sequence_length=hf.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
@@ -275,7 +286,7 @@ def _chunk(
         if ".experts." in name:
             # Megatron does this for ep above 1 only. But if etp differs from tp, the experts' replicas differ from
             # those of the rest of the model whatever ep is, and their gradients belong to the experts' groups.
-            parameter.allreduce = False
+            mark(parameter, allreduce=False)
     return chunk
 
 
@@ -356,8 +367,9 @@ def _factor_of_part(hf: PretrainedConfig, dimensions: Dimensions) -> float:
     return factor if 2 * len(frequencies) < dimensions.head_dim else 1.0
 
 
-def _multiply_rotated(transformer: TransformerConfig, factor: float) -> None:
-    """Has Megatron's attention multiply by `factor` what it rotates, whatever the type of the embeddings.
+def _multiply_rotated(transformer: Any, factor: float) -> None:
+    """Has Megatron's attention multiply by `factor` what it rotates, whatever the type of the embeddings. It looks for
+    these attributes of a TransformerConfig, which has no such fields.
 
     Its formula for YaRN is (0.1 · mscale · ln(scaling factor) + 1) / (0.1 · mscale_all_dim · ln(scaling factor) + 1).
     """

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
+from megatron.core.optimizer import ChainedOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from areal_megatron.config import OptimizerConfig
 from areal_megatron.ppo.in_flight import InFlight, restored
+from areal_megatron.process.patching import patch
 from areal_megatron.run.folder import RunError
 from areal_megatron.trainer.cpu import cpu_passes_for_cuda
 from areal_megatron.trainer.host_optimizer import HostOptimizer
@@ -77,10 +78,14 @@ class ModelOptimizer:
             _put_on_host(megatron, on_cuda=next(chunks[0].parameters()).is_cuda)
         # Without gradients the parts of float32 parameters are leaves, as HostOptimizer wants.
         with cpu_passes_for_cuda(), torch.set_grad_enabled(not settings.on_host):
-            self.megatron = get_megatron_optimizer(megatron, chunks, use_gloo_process_groups=False)
+            made = get_megatron_optimizer(megatron, [*chunks], use_gloo_process_groups=False)
+        assert isinstance(made, ChainedOptimizer)  # as always but with Megatron's FSDP
+        self.megatron = made
+        self._chained = cast(list[DistributedOptimizer], made.chained_optimizers)  # of experts, and of all else
         for settings_of in self._groups(of=torch.optim.AdamW):
             settings_of |= {"fused": True, "foreach": False}
-        self._scalers = [optimizer.grad_scaler for optimizer in self.megatron.chained_optimizers]
+        self._scalers = [optimizer.grad_scaler for optimizer in self._chained if optimizer.grad_scaler]
+        """In float16 one for each of them."""
         if self.loss_scale is not None:
             chunks[0].config.grad_scale_func = self.megatron.scale_loss  # the chunks share their config
         self._clip_grad = settings.clip_grad
@@ -107,7 +112,7 @@ class ModelOptimizer:
     @property
     def loss_scale(self) -> float | None:
         """What the next loss is multiplied by before its gradient is computed, in float16; None in other dtypes."""
-        return float(self._scalers[0].scale) if self._scalers[0] else None
+        return float(self._scalers[0].scale) if self._scalers else None
 
     def zero_grad(self) -> None:
         for chunk in self._chunks:
@@ -127,15 +132,15 @@ class ModelOptimizer:
         In float16 it divides the gradient by the scale of the loss, and changes that scale for the next one. To be
         called once for each gradient. Raises RunError if the scale cannot be lowered any more.
         """
-        used = self._scalers[0].scale if self._scalers[0] else None
-        overflows = [optimizer.prepare_grads() for optimizer in self.megatron.chained_optimizers]
-        if any(overflows):  # Megatron's optimizers, of experts and of all else, each have a scale; the loss has one
-            if float(used) <= LOSS_SCALING["min_loss_scale"]:
+        used = [scaler.scale for scaler in self._scalers]
+        overflows = [optimizer.prepare_grads() for optimizer in self._chained]
+        if any(overflows):  # Megatron's optimizers each have a scale; the loss has one
+            if float(used[0]) <= LOSS_SCALING["min_loss_scale"]:
                 raise RunError(
                     "gradients are not finite even with the smallest scale of the loss; if the model leaves the range "
                     "of float16, train it with model.dtype=bfloat16"
                 )
-            state = self._scalers[overflows.index(True)].state_dict()
+            state: Any = self._scalers[overflows.index(True)].state_dict()
             with cpu_passes_for_cuda():
                 for scaler in self._scalers:
                     scaler.load_state_dict(state)
@@ -159,7 +164,7 @@ class ModelOptimizer:
             group["lr"] = group["lr"] * self.factor if rate is None else rate
         self.megatron.step_with_ready_grads()
 
-    def sharded_state(self, model: dict[str, Any], metadata: dict[str, Any]) -> dict[str, Any]:
+    def sharded_state(self, model: dict[Any, Any], metadata: dict[str, Any]) -> dict[str, Any]:
         """Returns the sharded state that megatron-core's dist_checkpointing loads. Collective.
 
         `model` is the sharded state of all chunks.
@@ -168,7 +173,7 @@ class ModelOptimizer:
         with cpu_passes_for_cuda():
             return self.megatron.sharded_state_dict(model, True, metadata=metadata)
 
-    def own(self) -> dict[torch.nn.Parameter, Own]:
+    def own(self) -> dict[Tensor, Own]:
         """Returns, for each parameter of this rank, the part that this rank's optimizer changes."""
         self._allocate()
         result = {}
@@ -208,7 +213,7 @@ class ModelOptimizer:
         return {
             "schedule": self.schedule_state(),
             "groups": [group.get("step") for group in self.megatron.param_groups],
-            "scales": [scaler.state_dict() for scaler in self._scalers if scaler],
+            "scales": [scaler.state_dict() for scaler in self._scalers],
         }
 
     def set_counters(self, counters: dict[str, Any]) -> None:
@@ -218,7 +223,7 @@ class ModelOptimizer:
             if step is not None:
                 group["step"] = step
         with cpu_passes_for_cuda():
-            for scaler, scale in zip(filter(None, self._scalers), counters["scales"], strict=True):
+            for scaler, scale in zip(self._scalers, counters["scales"], strict=True):
                 scaler.load_state_dict(scale)
 
     def _set_steps(self, steps: int) -> None:
@@ -236,10 +241,9 @@ class ModelOptimizer:
     def common_state(self, metadata: dict[str, Any]) -> dict[Any, Any]:
         """Returns the settings and the step of each group, the same on all ranks, as a checkpoint has them."""
         kind = metadata["distrib_optim_sharding_type"]
-        optimizers = self.megatron.chained_optimizers
-        if len(optimizers) > 1:
+        if len(self._chained) > 1:
             self.megatron._synchronize_steps()
-        states = [o.state_dict() | {"param_state": {}, "param_state_sharding_type": kind} for o in optimizers]
+        states = [o.state_dict() | {"param_state": {}, "param_state_sharding_type": kind} for o in self._chained]
         for group in (group for state in states for group in state["optimizer"]["param_groups"]):
             for name in _HYBRID_KEYS:
                 group.pop(name, None)
@@ -252,8 +256,8 @@ class ModelOptimizer:
         """Loads moments, main parameters, the scale of the loss and the schedule's step; learning rate and weight decay
         stay the config's."""
         own = [{k: v for k, v in group.items() if k not in ("params", "step")} for group in self.megatron.param_groups]
-        for optimizer in self.megatron.chained_optimizers:
-            optimizer._set_main_param_and_optimizer_states = partial(_set_all_but_step, optimizer)
+        for optimizer in self._chained:
+            patch(optimizer, "_set_main_param_and_optimizer_states", partial(_set_all_but_step, optimizer))
         with cpu_passes_for_cuda():
             self.megatron.load_state_dict(state)
         for state in self._moments():
@@ -288,7 +292,7 @@ class ModelOptimizer:
 
     def _distributed(self) -> list[DistributedOptimizer]:
         """The optimizers that have parameters on this rank."""
-        return [optimizer for optimizer in self.megatron.chained_optimizers if not optimizer.is_stub_optimizer]
+        return [optimizer for optimizer in self._chained if not optimizer.is_stub_optimizer]
 
     def settle(self) -> None:
         """Waits until this rank has all of its parameters as changed by the last step. Collective."""

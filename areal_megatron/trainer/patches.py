@@ -21,8 +21,7 @@ from areal_megatron.trainer.host_optimizer import HostOptimizer
 def apply() -> None:
     """Replaces all of them. Raises RuntimeError if megatron-core lacks one of the names."""
     routing = sys.modules["megatron.core.transformer.moe.moe_utils"]
-    if not hasattr(routing, "te_general_gemm"):
-        routing.te_general_gemm = None  # its callers check for None where there is no TransformerEngine
+    vars(routing).setdefault("te_general_gemm", None)  # its callers check for None without TransformerEngine
     # Latent attention believes that TransformerEngine is there, and looks for its classes.
     engine = sys.modules["megatron.core.extensions.transformer_engine"]
     patch(sys.modules["megatron.core.transformer.multi_latent_attention"], "HAVE_TE", engine.HAVE_TE)
@@ -55,7 +54,7 @@ class _Products:
     @staticmethod
     def wgrad_gemm_accum_fp32(rows: Tensor, gradient: Tensor, total: Tensor) -> None:
         """total [out, in] float32 += gradient [tokens, out]ᵀ · rows [tokens, in]"""
-        wider = {} if rows.dtype == total.dtype else {"out_dtype": total.dtype}
+        wider: dict[str, Any] = {} if rows.dtype == total.dtype else {"out_dtype": total.dtype}
         torch.addmm(total, gradient.t(), rows, out=total, **wider)
 
 

@@ -10,14 +10,16 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from areal_megatron.config import Config, TrainerConfig
@@ -46,16 +48,17 @@ def recompute(chunk: GPTModel, trainer: TrainerConfig) -> None:
     if trainer.recompute == "full" and trainer.recompute_layers:
         _give_padding_to_all(chunk)
     for layer, what in zip(layers, trainer.recomputed(len(layers)), strict=True):
+        assert isinstance(layer, TransformerLayer)
         if what not in ("elementwise", "mlp"):
             continue
         layer.recompute_input_layernorm = not isinstance(layer.input_layernorm, IdentityOp)
         layer.recompute_pre_mlp_layernorm = not isinstance(layer.pre_mlp_layernorm, IdentityOp)
-        for module in layer.mlp.modules():  # the MLP itself, or every expert
+        for module in cast(torch.nn.Module, layer.mlp).modules():  # the MLP itself, or every expert
             if isinstance(module, SharedExpertMLP):  # has no second result
                 module.forward = partial(_shared_forward, module, what == "mlp")
             elif isinstance(module, MLP):
                 module.forward = partial(_forward, module, what == "mlp")
-            elif hasattr(module, "activation_recompute"):  # TransformerEngine's grouped experts
+            elif isinstance(module, TEGroupedMLP):
                 module.activation_recompute = True
             elif isinstance(module, Experts):
                 module.recompute = what
@@ -78,17 +81,16 @@ def _give_padding_to_all(chunk: GPTModel) -> None:
 
 
 def _forward(
-    mlp: MLP, repeats_product: bool, hidden: Tensor, per_token_scale: Tensor | None = None, **options
+    mlp: MLP, repeats_product: bool, hidden_states: Tensor, per_token_scale: Tensor | None = None, **options
 ) -> tuple[Tensor, None]:
     """Computes what MLP.forward does, without biases. The input of the last product is freed, and recomputed in the
-    backward pass from the result of the first product or, if `repeats_product`, from `hidden`."""
+    backward pass from the result of the first product or, if `repeats_product`, from `hidden_states`."""
     if not torch.is_grad_enabled():
-        return MLP.forward(mlp, hidden, per_token_scale, **options)
+        return MLP.forward(mlp, hidden_states, per_token_scale, **options)
     first = mlp.linear_fc1 if repeats_product else _same
-    activation = SimpleNamespace(
-        config=mlp.config, activation_func=mlp.activation_func, linear_fc1=first, linear_fc2=_same
-    )
-    given = hidden if repeats_product else mlp.linear_fc1(hidden)[0]
+    parts = SimpleNamespace(config=mlp.config, activation_func=mlp.activation_func, linear_fc1=first, linear_fc2=_same)
+    activation = cast(MLP, parts)
+    given = hidden_states if repeats_product else mlp.linear_fc1(hidden_states)[0]
     output = made_again(
         lambda *inputs: MLP.forward(activation, *inputs)[0], (given, per_token_scale), lambda x: mlp.linear_fc2(x)[0]
     )
@@ -97,9 +99,9 @@ def _forward(
     return output.view_as(output), None
 
 
-def _shared_forward(mlp: SharedExpertMLP, repeats_product: bool, hidden: Tensor) -> Tensor:
-    output = _forward(mlp, repeats_product, hidden)[0]
-    return output * F.linear(hidden, mlp.gate_weight).sigmoid() if mlp.use_shared_expert_gate else output
+def _shared_forward(mlp: SharedExpertMLP, repeats_product: bool, hidden_states: Tensor) -> Tensor:
+    output, gate = _forward(mlp, repeats_product, hidden_states)[0], mlp.gate_weight
+    return output if gate is None else output * F.linear(hidden_states, gate).sigmoid()
 
 
 def _same(x: Tensor) -> tuple[Tensor, None]:
