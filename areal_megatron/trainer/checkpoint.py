@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from itertools import count
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, NoReturn
+from typing import Any, ClassVar, NamedTuple, NoReturn, cast
 
 import torch
 from megatron.core import dist_checkpointing
@@ -33,6 +33,7 @@ from areal_megatron.run.folder import RunError
 from areal_megatron.trainer import checkpoint_tensors
 from areal_megatron.trainer.cpu import cpu_passes_for_cuda
 from areal_megatron.trainer.learner import Learner
+from areal_megatron.trainer.parallel import replicas
 from areal_megatron.trainer.trainer import Trainer
 
 _POLL_S = 0.02
@@ -93,14 +94,14 @@ class Saver:
         """
         self.wait()
         if self._image is None:
-            self._lay_out()
+            self._image = self._lay_out()
         for name, state in checkpoint_tensors.generators().items() if self._generators else ():
             self._generators[name].copy_(state)
         common = self._common() if self._parallel.is_first and not self._weights_only else b""
         self._number = next(self._numbers)
         self._read.clear()
         settled = self._stream and torch.get_device_module(self._trainer.device).current_stream().record_event()
-        arguments = (path, settled, common, seal, lost or _fail)
+        arguments = (self._image, path, settled, common, seal, lost or _fail)
         self._thread = threading.Thread(target=self._run, args=arguments, name="checkpoint", daemon=True)
         self._thread.start()
 
@@ -134,7 +135,7 @@ class Saver:
                     f"{2 * self._timeout_s:.0f} s; is the file system stuck?"
                 )
 
-    def _lay_out(self) -> None:
+    def _lay_out(self) -> Image:
         trainer, tensors, objects = self._trainer, [], {}
         if self._weights_only:
             model = checkpoint_tensors.model_state("policy", trainer.learners["policy"])
@@ -147,13 +148,14 @@ class Saver:
                 model = checkpoint_tensors.model_state(name, learner)
                 tensors += checkpoint_tensors.stored_tensors(model, learner.optimizer)
                 objects |= checkpoint_tensors.stored_objects(model)
-        self._image = Image(tensors, objects)
-        gathered = trainer.parallel.gather(torch_dist_file.encode(self._image.entries))
+        image = Image(tensors, objects)
+        gathered = trainer.parallel.gather(torch_dist_file.encode(image.entries))
         if trainer.parallel.is_first:
             everybody = [torch_dist_file.decode(entries) for entries in gathered]
             files = {file_name(rank): entries for rank, entries in enumerate(everybody)}
             self.bytes = sum(entries[-1].offset + entries[-1].length for entries in everybody if entries)
             self._metadata = torch_dist_file.metadata(files)
+        return image
 
     def _common(self) -> bytes:
         """Returns the bytes of common.pt: what the ranks do not store as tensors."""
@@ -171,15 +173,17 @@ class Saver:
         torch.save(states.pop("policy") | states | described, file)
         return file.getvalue()
 
-    def _run(self, path: Path, settled: Any, common: bytes, seal: Seal, lost: Callable[[str], None]) -> None:
+    def _run(
+        self, image: Image, path: Path, settled: Any, common: bytes, seal: Seal, lost: Callable[[str], None]
+    ) -> None:
         try:
-            self._copy(settled)
+            self._copy(image, settled)
             for folder in (path.parent, path):  # not those around them, which are away if they are not there
                 folder.mkdir(exist_ok=True)
-            crc = self._image.write(path / file_name(self._parallel.rank))
+            crc = image.write(path / file_name(self._parallel.rank))
             if not self._weights_only:
                 self._trainer.settle_ledger()
-            part = _Part(Written(self._image.size, crc))
+            part = _Part(Written(image.size, crc))
         except Exception as e:  # a thread's traceback would be lost
             error = f"the checkpoint in {path} could not be written by trainer-{self._parallel.rank}: {_said(e)}"
             part = _Part(None, error, isinstance(e, OSError))
@@ -194,13 +198,13 @@ class Saver:
             known = isinstance(e, RunError)
             self._error = e if known else RunError(f"the checkpoint in {path} could not be written: {_said(e)}")
 
-    def _copy(self, settled: Any) -> None:
+    def _copy(self, image: Image, settled: Any) -> None:
         if self._stream is None:
-            self._image.copy()
+            image.copy()
         else:
             with torch.get_device_module(self._trainer.device).stream(self._stream):
                 self._stream.wait_event(settled)
-                self._image.copy()
+                image.copy()
             self._stream.synchronize()
         self._read.set()
 
@@ -232,7 +236,7 @@ class Saver:
             more = f"; so did {len(failed) - 1} other ranks" if len(failed) > 1 else ""
             raise (OSError if first.is_of_file_system else RunError)(first.error + more)
         torch_dist_file.describe(path, self._metadata, common)
-        seal({file_name(rank): Written(*part.written) for rank, part in enumerate(parts)})
+        seal({file_name(rank): Written(*part.written) for rank, part in enumerate(parts) if part.written})
 
 
 def load(trainer: Trainer, path: Path) -> None:
@@ -241,9 +245,8 @@ def load(trainer: Trainer, path: Path) -> None:
     Raises RunError if the checkpoint is not one of this model or cannot be read.
     """
     strategy = get_default_load_sharded_strategy(str(path))
-    replicas = checkpoint_tensors.replicas()
     if trainer.config.trainer.dp > 1:
-        strategy = FullyParallelLoadStrategyWrapper(strategy, replicas, do_cache_distribution=False)
+        strategy = FullyParallelLoadStrategyWrapper(strategy, replicas(), do_cache_distribution=False)
     try:
         common = dist_checkpointing.load_common_state_dict(str(path))
         states = {name: _sharded(name, learner) for name, learner in trainer.learners.items()}
@@ -254,7 +257,8 @@ def load(trainer: Trainer, path: Path) -> None:
         if common["sizes"] == asdict(trainer.sizes):
             state["generators"] = checkpoint_tensors.generator_state(trainer)
         with cpu_passes_for_cuda():
-            loaded = dist_checkpointing.load(state, str(path), strategy)
+            # a tuple only where mismatches are asked for
+            loaded = cast(dict[str, Any], dist_checkpointing.load(state, str(path), strategy))
         for name, learner in trainer.learners.items():
             found = loaded if name == "policy" else loaded[name]
             checkpoint_tensors.load_model(name, learner, found["model"])
@@ -272,14 +276,15 @@ def load(trainer: Trainer, path: Path) -> None:
 def _check_adapter(own: Adapter | None, saved: dict[str, Any] | None) -> None:
     """Raises ValueError unless a checkpoint has the adapters that are trained, or none if none are."""
     if saved != (own and asdict(own)):
-        has, asked = (each.settings if each else "no adapters" for each in (saved and Adapter.of_told(saved), own))
+        held = Adapter.of_told(saved) if saved else None
+        has, asked = (each.settings if each else "no adapters" for each in (held, own))
         raise ValueError(f"it has {has}, and the config asks for {asked}; resume it with its own settings of lora")
 
 
 def _sharded(name: str, learner: Learner) -> dict[str, Any]:
     """Returns the sharded state of a learner that megatron-core is to load. Collective."""
     model = checkpoint_tensors.model_state(name, learner)
-    metadata = checkpoint_tensors.METADATA | {"dp_cp_group": checkpoint_tensors.replicas()}
+    metadata = checkpoint_tensors.METADATA | {"dp_cp_group": replicas()}
     optimizer = learner.optimizer.sharded_state(model, metadata)
     # Modules' own entries are not read: they differ with TransformerEngine and without, and hold nothing without FP8.
     tensors = {

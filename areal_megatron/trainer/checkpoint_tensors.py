@@ -8,7 +8,7 @@ parameter; such runs are stored as the boxes that they are, so that nothing has 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, cast
 
@@ -21,17 +21,21 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedTensorFactory,
     is_main_replica,
 )
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from torch import Tensor
 
 from areal_megatron.checkpoint import torch_dist
 from areal_megatron.checkpoint.torch_dist import ADAPTER
 from areal_megatron.checkpoint.torch_dist_file import Stored
 from areal_megatron.models.pattern import name_at, numbers
-from areal_megatron.reshard.boxes import Box, boxes
+from areal_megatron.reshard.boxes import Box, Layout, boxes
 from areal_megatron.trainer.learner import Learner
 from areal_megatron.trainer.model import named_parameters
 from areal_megatron.trainer.optimizer import ModelOptimizer, Own
+from areal_megatron.trainer.parallel import replicas
+from areal_megatron.trainer.pipeline import Chunks
 from areal_megatron.trainer.trainer import Trainer
 
 METADATA = {
@@ -41,11 +45,6 @@ METADATA = {
 }
 """How megatron-core names and shapes what is in a checkpoint."""
 GENERATORS = "generators"
-
-
-def replicas() -> torch.distributed.ProcessGroup:
-    """Returns the group of the ranks that hold the same part of the model."""
-    return cast(torch.distributed.ProcessGroup, parallel_state.get_data_parallel_group(with_context_parallel=True))
 
 
 def prefix(name: str) -> str:
@@ -58,10 +57,10 @@ def model_state(name: str, learner: Learner) -> dict[int, Any]:
     """Returns megatron-core's sharded state of this rank's part of the model of that name, by virtual stage. With
     adapters it has their factors alone, by name."""
     if learner.adapters:
-        return {0: _factors(learner)}
+        return {0: _factors(learner.chunks, learner.adapters)}
     metadata = METADATA | {"dp_cp_group": replicas()}
     return {
-        number: chunk.module.sharded_state_dict(prefix=prefix(name), metadata=metadata)
+        number: cast(GPTModel, chunk.module).sharded_state_dict(prefix=prefix(name), metadata=metadata)
         for number, chunk in enumerate(learner.chunks)
     }
 
@@ -82,21 +81,21 @@ def load_model(name: str, learner: Learner, state: dict[int, Any]) -> None:
             raise KeyError(f"{', '.join(other)} of model {name}")
 
 
-def _factors(learner: Learner) -> dict[str, ShardedTensorFactory]:
+def _factors(chunks: Chunks, adapters: Layout) -> dict[str, ShardedTensorFactory]:
     """The factors of adapters, in the parts that are in tensors of their own in a checkpoint: one for each of PEFT's,
     with the layers as its first axis."""
     pieces: dict[str, list[tuple[Box, str, Box]]] = defaultdict(list)
-    for piece in learner.adapters.pieces:
+    for piece in adapters.pieces:
         for single in piece.box.singles(numbers(piece.tensor)):
             own, named = piece.narrow(single).local, numbers(piece.parameter)
             region = Box(own.start[named:], own.stop[named:])
             pieces[name_at(piece.parameter, own.start[:named])].append((region, piece.tensor, single))
     found, replica = {}, replicas().rank()
     tp = parallel_state.get_tensor_model_parallel_rank()
-    for name, parameter in named_parameters(learner.chunks):
+    for name, parameter in named_parameters(chunks):
         if name in pieces:
             cut = getattr(parameter, "tensor_model_parallel", False)
-            build = partial(_build, pieces[name], learner.adapters.canonical)
+            build = partial(_build, pieces[name], adapters.canonical)
             merge = partial(_merge, pieces[name], parameter.shape)
             found[name] = ShardedTensorFactory(ADAPTER, parameter, build, merge, (0, 0 if cut else tp, replica))
     return found
@@ -107,8 +106,8 @@ def _build(
     shapes: Mapping[str, tuple[int, ...]],
     key: str,
     data: Tensor,
-    replica: tuple[int, ...],
-    _: None,
+    replica: int | tuple[int, ...],
+    _: slice | None,
 ) -> dict[str, ShardedTensor]:
     return {
         str(number): ShardedTensor(
@@ -138,11 +137,12 @@ def stored_tensors(model: dict[int, Any], optimizer: ModelOptimizer) -> Iterator
     for sharded in nested_values(model):
         if not isinstance(sharded, ShardedTensor | ShardedTensorFactory):
             continue
-        part = own.get(sharded.data)
+        part, replica = own.get(_data(sharded)), sharded.replica_id
+        assert isinstance(replica, tuple)  # of the stage, the tensor-parallel rank and the replica
         if part is None:  # no parameter: ranks of other replicas hold the same
-            if is_main_replica(sharded.replica_id):
-                part = Own(0, sharded.data.numel(), {})
-        elif not is_main_replica(sharded.replica_id[:-1]):  # what replicas hold, the optimizer divides
+            if is_main_replica(replica):
+                part = Own(0, _data(sharded).numel(), {})
+        elif not is_main_replica(replica[:-1]):  # what replicas hold, the optimizer divides
             part = None
         if part is not None:
             yield from _parts(sharded, part)
@@ -158,13 +158,16 @@ def stored_objects(model: dict[int, Any]) -> dict[str, Any]:
 
 
 def _parts(sharded: ShardedTensor | ShardedTensorFactory, own: Own) -> Iterator[Stored]:
-    flat = sharded.data.detach().view(-1)
-    pieces = nested_values(sharded.build()) if isinstance(sharded, ShardedTensorFactory) else [sharded]
+    flat = _data(sharded).detach().view(-1)
+    pieces: Iterable[ShardedTensor] = (
+        nested_values(sharded.build()) if isinstance(sharded, ShardedTensorFactory) else [sharded]
+    )
     for piece in pieces:
-        if not piece.data.is_contiguous():
+        data = _data(piece)
+        if not data.is_contiguous():
             raise ValueError(f"{piece.key}: megatron-core stores it in another order than the one in memory")
-        first = piece.data.storage_offset() - flat.storage_offset()
-        at, end = max(own.start, first), min(own.stop, first + piece.data.numel())
+        first = int(data.storage_offset() - flat.storage_offset())
+        at, end = max(own.start, first), min(own.stop, first + data.numel())
         ahead = piece.prepend_axis_num
         for box in boxes(tuple(piece.local_shape), at - first, end - first):
             run = slice(at, at + box.size)
@@ -176,19 +179,31 @@ def _parts(sharded: ShardedTensor | ShardedTensorFactory, own: Own) -> Iterator[
             at += box.size
 
 
+def _data(sharded: ShardedTensor | ShardedTensorFactory) -> Tensor:
+    assert sharded.data is not None  # as in every state of a model until Megatron takes it out
+    return sharded.data
+
+
 def generators() -> dict[str, Tensor]:
     """Returns the states of this rank's random number generators, uint8 [bytes] each."""
     states = {"cpu": torch.get_rng_state()}
-    states |= {f"tracked.{name}": state for name, state in get_cuda_rng_tracker().get_states().items()}
+    states |= {f"tracked.{name}": state for name, state in _tracker().get_states().items()}
     return states | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
 
 
 def set_generators(states: dict[str, Tensor]) -> None:
     torch.set_rng_state(states["cpu"])
     tracked = {name.removeprefix("tracked."): state for name, state in states.items() if name.startswith("tracked.")}
-    get_cuda_rng_tracker().set_states(tracked)
+    _tracker().set_states(tracked)
     if "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"])
+
+
+def _tracker() -> CudaRNGStatesTracker:
+    """Megatron's generators, of layers under tensor parallelism."""
+    tracker = get_cuda_rng_tracker()
+    assert tracker is not None  # it makes one
+    return tracker
 
 
 def generator_state(trainer: Trainer) -> dict[str, ShardedTensor]:

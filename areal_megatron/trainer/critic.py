@@ -46,7 +46,9 @@ class Critic:
         self._clip = settings.clip or math.inf
         self.warmup = settings.warmup
         """The number of updates, the first ones, that train the critic alone."""
-        self._weigh = ALGORITHMS[config.ppo.algorithm].critic
+        weigh = ALGORITHMS[config.ppo.algorithm].critic
+        assert weigh is not None  # the config has a critic only where the baseline is not the group
+        self._weigh = weigh
         self._parallel, self._timeline = parallel, timeline
         chunks = build_model(config, sizes, parallel.device, ValueModel)
         loaded = {name: values for name, values in tensors(chunks).items() if not is_head(name)}
@@ -78,7 +80,7 @@ class Critic:
         # The host waits once a batch: replicas add up their moments there.
         advantages = normalised(torch.cat(raw).cpu(), torch.cat(weights).cpu(), self._parallel.sum_of_last_stages)
         again = to_device(advantages.float().numpy(), self._parallel.device)
-        for sampled, own in zip(known, again.split([len(sampled.values) for sampled in known]), strict=True):
+        for sampled, own in zip(known, again.split([len(sampled.behaviour) for sampled in known]), strict=True):
             sampled.advantages = own
         return self._described(known, advantages)
 
@@ -108,15 +110,16 @@ class Critic:
         return done, metrics
 
     def _loss(self, values: Tensor, sampled: PPOMicroBatch, sums: TokenSums) -> Tensor:
-        current = _values(values, sampled.microbatch)
-        loss = value_loss(current, sampled.values, sampled.returns, self._clip).sum().float()
+        current, before, returns = _values(values, sampled.microbatch), sampled.values, sampled.returns
+        assert before is not None and returns is not None  # `assess` has set them
+        loss = value_loss(current, before, returns, self._clip).sum().float()
         sums.add(
             {
                 "tokens": current.new_full((), len(current), dtype=torch.int64),
                 "value_loss": loss,
-                "value_clip_share": ((current - sampled.values).abs() > self._clip).sum(),
+                "value_clip_share": ((current - before).abs() > self._clip).sum(),
                 "value_mean": current.sum(),
-                "return_mean": sampled.returns.sum(),
+                "return_mean": returns.sum(),
             },
             {},
         )

@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import torch
@@ -23,8 +24,9 @@ from areal_megatron.ppo.penalty import k3
 from areal_megatron.trainer.batch import MicroBatch
 from areal_megatron.trainer.copies import to_device
 from areal_megatron.trainer.logprobs import Vocabulary, likeliest
-from areal_megatron.trainer.model import PolicyModel, ValueModel
+from areal_megatron.trainer.model import PolicyModel, policy_of
 from areal_megatron.trainer.objective import trained_logprobs
+from areal_megatron.trainer.pipeline import Chunks
 from areal_megatron.trainer.token_sums import TokenSums
 
 Item = Sample | Pair
@@ -94,7 +96,8 @@ class FineTuning(Lesson):
         logprobs, _ = trained_logprobs(self._policy, self._vocabulary, output, microbatch)
         loss, weight = -logprobs.sum(), _count(logprobs)
         if self._by_row:
-            shares = np.array([1 / item.row_tokens for item in own.items], np.float32)
+            rows = cast(Sequence[Sample], own.items)
+            shares = np.array([1 / item.row_tokens for item in rows], np.float32)
             weights = to_device(shares, logprobs.device)[own.members]
             loss, weight = -(weights * logprobs).sum(), weights.double().sum()
         found = {"tokens": _count(logprobs), "loss": loss, "weight": weight}
@@ -124,6 +127,7 @@ class Preference(Lesson):
 
     def loss(self, output: Tensor, own: Sequences, sums: TokenSums, *, held_out: bool) -> Tensor:
         now, _ = trained_logprobs(self._policy, self._vocabulary, output, own.microbatch)
+        assert own.reference is not None  # a run with DPO has a frozen model
         rewards = self._beta * own.totals(now - own.reference)
         chosen, rejected = rewards[0::2], rewards[1::2]
         margins = chosen - rejected
@@ -180,14 +184,14 @@ class Scoring(Lesson):
         return {**_ranked(totals), "score_mean": mean, "score_std": deviation}
 
 
-def lesson_of(config: Config, model: PolicyModel | ValueModel, vocabulary: Vocabulary) -> Lesson:
+def lesson_of(config: Config, chunks: Chunks, vocabulary: Vocabulary) -> Lesson:
     """Returns what the run's mode learns; SFT in modes that are not supervised. `vocabulary` has temperature 1."""
     match config.mode:
         case "dpo":
-            return Preference(model, vocabulary, config.dpo)
+            return Preference(policy_of(chunks), vocabulary, config.dpo)
         case "reward_model":
             return Scoring()
-    return FineTuning(model, vocabulary, config.sft)
+    return FineTuning(policy_of(chunks), vocabulary, config.sft)
 
 
 def _ranking(loss: Tensor, margins: Tensor, trained: Tensor) -> dict[str, Tensor]:

@@ -61,7 +61,12 @@ class Objective:
         """
         asked, others = (self._policy, self._sampled, hidden, sampled.microbatch), sampled.likely_tokens
         found, entropy = trained_logprobs(*asked, entropy=True, others=others)
-        current, likely = (found, None) if others is None else (found[:, 0], found[:, 1:])
+        assert entropy is not None  # it was asked for
+        current, likely = found, None
+        if others is not None:
+            assert sampled.likely_logprobs is not None  # it comes with the tokens
+            # a token that the policy does not have counts as one of the others
+            current, likely = found[:, 0], found[:, 1:].where(others >= 0, sampled.likely_logprobs)
         now, behaviour = current.detach(), sampled.behaviour
         proximal = self._proximal(sampled, now, taken)
         advantages = penalised(sampled.advantages, now, sampled.reference, self._penalty)
@@ -76,8 +81,7 @@ class Objective:
                 self._ratio_cap,
                 sampled.reference,
                 sampled.covariant,
-                # a token that the policy does not have counts as one of the others
-                None if likely is None else likely.where(others >= 0, sampled.likely_logprobs),
+                likely,
                 sampled.likely_logprobs,
             ),
             self._penalty,

@@ -26,6 +26,7 @@ from areal_megatron.trainer.batch import PPOMicroBatch, RowPart, pack, pack_traj
 from areal_megatron.trainer.critic import Critic
 from areal_megatron.trainer.learner import Learner, Steps, step_metrics
 from areal_megatron.trainer.logprobs import Vocabulary
+from areal_megatron.trainer.model import policy_of
 from areal_megatron.trainer.objective import Objective
 from areal_megatron.trainer.parallel import Parallel
 from areal_megatron.trainer.rate_limit import RateLimit
@@ -105,7 +106,7 @@ class PPO:
     ):
         self._config, self._policy, self._critic, self._reference = config, policy, critic, reference
         self._parallel, self._part, self._timeline = parallel, part, timeline
-        self._objective = Objective(policy.chunks[-1].module, vocabulary, config.ppo, config.rollout.max_staleness)
+        self._objective = Objective(policy_of(policy.chunks), vocabulary, config.ppo, config.rollout.max_staleness)
         self._algorithm = ALGORITHMS[config.ppo.algorithm]
         self._routing = Routing.of(policy.chunks[0].config)
         self._balances_experts = balances(policy.chunks[0].config)
@@ -198,6 +199,7 @@ class PPO:
             for bundles, sampled in zip(asked.part.minibatches[0], minibatch, strict=True):
                 members = [*chain(*bundles)]
                 counts = [len(asked.advantages[i]) for i in members]
+                assert sampled.current is not None  # as the loss has been computed
                 for i, own in zip(members, sampled.current.cpu().double().split(counts), strict=True):
                     found[asked.at[i] : asked.at[i] + len(own)] = own
         return self._parallel.sum_of_last_stages(found).float().numpy()
@@ -389,13 +391,13 @@ class PPO:
     def _mask(self, minibatch: list[PPOMicroBatch], threshold: float) -> None:
         """Masks the tokens that M2PO leaves out of the mini-batch, over all replicas. Collective."""
         choose = partial(within_second_moment, threshold=threshold)
-        for sampled, kept in self._chosen(minibatch, choose, lambda e: e.proximal - e.behaviour):
+        for sampled, kept in self._chosen(minibatch, choose, lambda e: _proximal(e) - e.behaviour):
             sampled.kept = kept
 
     def _mark(self, minibatch: list[PPOMicroBatch], share: float) -> None:
         """Marks the tokens of the mini-batch that KL-Cov penalises, over all replicas. Collective."""
         choose = partial(most_covariant, share=share)
-        for sampled, own in self._chosen(minibatch, choose, lambda e: e.advantages, lambda e: e.proximal):
+        for sampled, own in self._chosen(minibatch, choose, lambda e: e.advantages, _proximal):
             sampled.covariant = own
 
     def _chosen(
@@ -410,3 +412,8 @@ class PPO:
         joined = (torch.cat([nothing, *map(column, known)]) for column in columns)
         chosen = choose(*joined, reduce=self._parallel.sum_of_last_stages)
         return zip(known, chosen.split([len(sampled.behaviour) for sampled in known]), strict=True)
+
+
+def _proximal(sampled: PPOMicroBatch) -> Tensor:
+    assert sampled.proximal is not None  # PPO._set_proximal has set it where tokens are chosen by it
+    return sampled.proximal

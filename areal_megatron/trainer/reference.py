@@ -17,7 +17,7 @@ from areal_megatron.trainer import pipeline
 from areal_megatron.trainer.adapter import adapters_of, switched_off
 from areal_megatron.trainer.batch import MicroBatch
 from areal_megatron.trainer.logprobs import Vocabulary
-from areal_megatron.trainer.model import build_model, parallel_sizes, tensors
+from areal_megatron.trainer.model import build_model, parallel_sizes, policy_of, tensors
 from areal_megatron.trainer.objective import trained_logprobs
 from areal_megatron.trainer.parallel import Parallel
 
@@ -54,4 +54,4 @@ class Reference:
             return pipeline.forward(self._chunks, work)
 
     def _found(self, hidden: Tensor, microbatch: MicroBatch) -> Tensor:
-        return trained_logprobs(self._chunks[-1].module, self._vocabulary, hidden, microbatch)[0]
+        return trained_logprobs(policy_of(self._chunks), self._vocabulary, hidden, microbatch)[0]

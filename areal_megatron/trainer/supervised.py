@@ -113,7 +113,7 @@ class Supervised:
             return [[[i] if i < len(items) else [], *[[]] * (multiple - 1)] for i in range(replicas)]
         sizes = [[(len(tokens), len(places)) for tokens, places in self._lesson.sequences(item)] for item in items]
         lengths = [sum(length for length, _ in own) for own in sizes]
-        costs = [self._flops(*zip(*own, strict=True)).sum() for own in sizes]
+        costs = [self._flops(*np.transpose(own)).sum() for own in sizes]
         cap = self._settings.microbatch_tokens
         plan = partition(lengths, replicas, 1, cap, seed=0, costs=costs, multiple=multiple)
         return [microbatches for [microbatches] in plan]

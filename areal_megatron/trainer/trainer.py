@@ -112,7 +112,7 @@ class Trainer:
     @cached_property
     def supervised(self) -> Supervised:
         """The steps of a supervised run."""
-        lesson = lesson_of(self.config, self.policy.chunks[-1].module, replace(self._vocabulary, temperature=1.0))
+        lesson = lesson_of(self.config, self.policy.chunks, replace(self._vocabulary, temperature=1.0))
         settings, models = self.config.trainer, (self.policy, lesson, self._reference)
         return Supervised(settings, *models, self.parallel, self._part, self._flops, self.timeline)
 
@@ -163,6 +163,7 @@ class Trainer:
 
     def _begin_adapter(self, of: Mapping[str, Tensor]) -> None:
         """Gives factors the values of lora.start, or those of an adapter that changes nothing yet."""
+        assert self._adapters is not None  # there are factors
         if self.config.lora.start:
             hf.load_adapter(of, self._adapters, self.config, self.hf_config)
         else:

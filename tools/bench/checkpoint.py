@@ -31,6 +31,7 @@ from areal_megatron.process.files import new_folder
 from areal_megatron.run.folder import RunFolder
 from areal_megatron.trainer import checkpoint, checkpoint_tensors
 from areal_megatron.trainer.cpu import cpu_passes_for_cuda
+from areal_megatron.trainer.parallel import replicas
 from areal_megatron.trainer.trainer import Trainer
 from tools.bench import common
 from tools.bench.asynchrony import SIZES
@@ -121,7 +122,7 @@ def clear(path: Path) -> None:
 
 def save_as_megatron_does(subject: Trainer, path: Path) -> None:
     """Saves model and optimizer into an empty folder; gathers the optimizer's states of all replicas. Collective."""
-    metadata, states = checkpoint_tensors.METADATA | {"dp_cp_group": checkpoint_tensors.replicas()}, {}
+    metadata, states = checkpoint_tensors.METADATA | {"dp_cp_group": replicas()}, {}
     for name, learner in subject.learners.items():
         model = checkpoint_tensors.model_state(name, learner)
         with cpu_passes_for_cuda():
