@@ -76,11 +76,11 @@ class History:
     def keys(self) -> set[str]:
         return self._columns.keys() | self._counts.keys()
 
-    def curve(self, key: str, scale: float = 1.0) -> list[list[float]]:
+    def curve(self, key: str) -> list[list[float]]:
         """Returns [versions, values] with at most MOST_POINTS points: of more, the least and the greatest of each
         stretch."""
         versions, values = self._columns.get(key, ((), ()))
-        x, y = thinned(np.array(versions), np.array(values) * scale, MOST_POINTS)
+        x, y = thinned(np.array(versions), np.array(values), MOST_POINTS)
         return [x.tolist(), [float(f"{value:.6g}") for value in y]]
 
     def values(self, key: str) -> array:
