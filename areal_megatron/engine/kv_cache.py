@@ -72,27 +72,71 @@ def draft(config: Config) -> tuple[str, int]:
 
 def block_tokens(config: Config, hf_config: Mapping[str, Any], on_cuda: bool) -> int:
     """Returns the tokens of a KV block."""
-    if not on_cuda and architecture(hf_config).dimensions.latent:
+    d, vllm = architecture(hf_config).dimensions, config.rollout.vllm
+    if not on_cuda and d.latent:
         return CPU_LATENT_TOKENS
-    given = config.rollout.vllm.get("block_size") or (16 if on_cuda else CPU_BLOCK_TOKENS)
-    d, tp = architecture(hf_config).dimensions, config.rollout.tp
+    given = vllm.get("block_size") or (16 if on_cuda else CPU_BLOCK_TOKENS)
     if not d.linear:
         return given
     # vLLM makes blocks of keys and values as large as the state of a layer with linear attention.
-    layer = given * bytes_per_token(config, hf_config) // d.full_layers
-    element = ITEMSIZE[config.model.dtype]
-    return given * -(-_state_bytes(d, tp, element, 4 if on_cuda or _has_fast_states() else element) // layer)
+    element = ELEMENT.get(vllm.get("kv_cache_dtype", ""), ITEMSIZE[config.model.dtype])
+    layer = given * element * _width(d, config.rollout.tp)
+    return given * -(-_state_bytes(config, hf_config, on_cuda) // layer)
 
 
-def _state_bytes(d: Dimensions, tp: int, element: int, of_matrix: int) -> int:
+def block_bytes(config: Config, hf_config: Mapping[str, Any], on_cuda: bool) -> int:
+    """Returns the bytes of a KV block on one rank. In a model with two kinds of layers a block is for some layers of
+    either kind."""
+    d = architecture(hf_config).dimensions
+    tokens = block_tokens(config, hf_config, on_cuda)
+    return tokens * bytes_per_token(config, hf_config) * _together(d) // d.full_layers
+
+
+def blocks_per_tokens(hf_config: Mapping[str, Any]) -> int:
+    """Returns the blocks that keys and values of `block_tokens` take."""
+    d = architecture(hf_config).dimensions
+    return -(-d.full_layers // _together(d))
+
+
+def state_blocks(config: Config, hf_config: Mapping[str, Any]) -> int:
+    """Returns the blocks that the states of layers with linear attention take of one sequence, and of each token that
+    is drafted for it."""
+    d = architecture(hf_config).dimensions
+    return -(-d.linear_layers // _together(d)) * (1 + _drafted(config))
+
+
+def spare_state_blocks(config: Config, hf_config: Mapping[str, Any], on_cuda: bool) -> int:
+    """Returns the blocks beside `state_blocks` of a sequence that goes from one block of tokens to the next: where
+    prefixes are kept for others, its states are copied into new blocks."""
+    d = architecture(hf_config).dimensions
+    keeps_prefixes = on_cuda and config.rollout.vllm.get("enable_prefix_caching") is not False
+    return -(-d.linear_layers // _together(d)) * keeps_prefixes
+
+
+def _state_bytes(config: Config, hf_config: Mapping[str, Any], on_cuda: bool) -> int:
     """Bytes that a layer with linear attention keeps of a sequence on one rank: the inputs of its convolution, and of
-    each value head a matrix, whose elements take `of_matrix` bytes."""
-    return ((d.kernel - 1) * d.convolved * element + d.linear_value * d.linear_key_dim * of_matrix) // tp
+    each value head a matrix."""
+    model, vllm = architecture(hf_config), config.rollout.vllm
+    d, auto = model.dimensions, config.model.dtype
+    if (inputs := vllm.get("mamba_cache_dtype") or "auto") == "auto":
+        inputs = auto
+    if (matrix := vllm.get("mamba_ssm_cache_dtype") or "auto") == "auto":
+        matrix = hf_config.get(model.family.state_dtype) or "auto"
+    if matrix == "auto":
+        matrix = "float32" if not on_cuda and _has_fast_states() else inputs
+    rows = d.kernel - 1 + _drafted(config)
+    size = rows * d.convolved * ITEMSIZE[inputs] + d.linear_value * d.linear_key_dim * ITEMSIZE[matrix]
+    return size // config.rollout.tp
+
+
+def _drafted(config: Config) -> int:
+    """The tokens that are drafted at a time."""
+    return (config.rollout.vllm.get(SPECULATIVE) or {}).get("num_speculative_tokens") or 0
 
 
 def _has_fast_states() -> bool:
-    """Whether vLLM has kernels of linear attention for this processor, which keep matrices in float32; else they are in
-    the dtype of the model."""
+    """Whether vLLM has kernels of linear attention for this processor, which keep matrices in float32 unless another
+    dtype is asked for."""
     try:
         return "avx512_bf16" in _CPUINFO.read_text(encoding="utf-8").split()
     except OSError:
@@ -112,7 +156,7 @@ def given_bytes(config: Config, hf_config: Mapping[str, Any], on_cuda: bool) -> 
     """Returns the bytes of one rank's KV cache if rollout.vllm gives its size, else 0."""
     vllm = config.rollout.vllm
     if blocks := vllm.get("num_gpu_blocks_override"):
-        return blocks * block_tokens(config, hf_config, on_cuda) * bytes_per_token(config, hf_config)
+        return blocks * block_bytes(config, hf_config, on_cuda)
     return vllm.get("kv_cache_memory_bytes") or 0
 
 
@@ -124,11 +168,8 @@ def cpu_bytes(config: Config, hf_config: Mapping[str, Any], memory: int) -> int:
     """
     if given := given_bytes(config, hf_config, on_cuda=False):
         return given
-    tokens = block_tokens(config, hf_config, on_cuda=False)
-    d = architecture(hf_config).dimensions
-    together = _together(d)
-    block = tokens * bytes_per_token(config, hf_config) * together // d.full_layers
-    answer = -(-config.longest_in_engine // tokens) * -(-d.full_layers // together) - (-d.linear_layers // together)
+    tokens, block = block_tokens(config, hf_config, on_cuda=False), block_bytes(config, hf_config, on_cuda=False)
+    answer = -(-config.longest_in_engine // tokens) * blocks_per_tokens(hf_config) + state_blocks(config, hf_config)
     within = int(SHARE * memory) // (config.rollout.engines * config.rollout.tp * block)
     return block * max(min(1 + config.rollout.max_running * answer, within), 1 + answer)  # vLLM keeps a block to itself
 

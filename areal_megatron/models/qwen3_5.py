@@ -45,5 +45,6 @@ QWEN3_5 = Family(
     reward_models=False,
     added_to_one=True,
     positions_of_text=True,
+    state_dtype="mamba_ssm_dtype",
 )
 QWEN3_5_MOE = replace(QWEN3_5, layer=(*_ATTENTION, *GATED_EXPERTS), fixed={"norm_topk_prob": True})

@@ -240,6 +240,8 @@ class Family:
     """Whether the weights of norms are what is added to 1, but for those inside a gated delta net."""
     positions_of_text: bool = False
     """Whether rotary embeddings may have `mrope_section`: of text the positions are the same in all sections."""
+    state_dtype: str = ""
+    """The key of config.json in which engines read the dtype of the states of linear attention; "" if in none."""
 
     @property
     def has_experts(self) -> bool:

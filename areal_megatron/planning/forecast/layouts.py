@@ -18,7 +18,7 @@ from areal_megatron.planning.forecast.accelerators import Accelerator
 from areal_megatron.planning.forecast.engine_time import EngineTime
 from areal_megatron.planning.forecast.trainer_time import PackedBatch, TrainerTime
 from areal_megatron.planning.memory import plan_memory
-from areal_megatron.planning.memory.engine import engine_memory, kv_tokens
+from areal_megatron.planning.memory.engine import engine_memory, kv_tokens, state_tokens
 from areal_megatron.planning.memory.parts import GIB, USABLE, communicator_bytes
 from areal_megatron.planning.memory.recompute import with_recompute
 from areal_megatron.planning.memory.trainer import MAIN, MOMENTS, checkpoint_bytes, held, trainable, trainer_memory
@@ -100,8 +100,15 @@ class EngineOption:
     """reshard.staging."""
     time: EngineTime
     kv_tokens: int
+    """Tokens that the KV cache holds beside the states of one answer."""
+    state_tokens: float
+    """Of these, what the states of each further answer take."""
     shard: int
     """Bytes of the fullest rank's weights."""
+
+    def holds(self, running: int) -> float:
+        """Returns the tokens that the KV cache holds with so many answers."""
+        return max(self.kv_tokens - (running - 1) * self.state_tokens, 0)
 
 
 def engine_options(
@@ -129,10 +136,11 @@ def engine_options(
                 memory = engine_memory(sized, hf_config, int(cluster.gib * GIB), on_cuda=True)
             except ConfigError:
                 continue  # tp does not divide the model
-            tokens = kv_tokens(sized, hf_config, memory.of("KV cache"), on_cuda=True)
+            tokens = kv_tokens(sized, hf_config, memory.of("KV cache"), on_cuda=True, running=1)
             if tokens >= config.longest_sequence:
                 time = EngineTime(sized, hf_config, gpu, cluster.gpus)
-                found.append(EngineOption(tp, staging, time, tokens, memory.of("weights")))
+                states = state_tokens(sized, hf_config)
+                found.append(EngineOption(tp, staging, time, tokens, states, memory.of("weights")))
                 continue
             lacking = (config.longest_sequence - tokens) * kv_cache.bytes_per_token(sized, hf_config) - min(
                 memory.of("KV cache"), 0

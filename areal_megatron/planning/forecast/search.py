@@ -243,7 +243,7 @@ class Search:
             for running in self._running(option):
                 for staleness in self._staleness():
                     config = self._sized(trainer, option, engines, staleness, running)
-                    found_pace = pace(config, self._batch, option.time, weights, option.kv_tokens, seconds)
+                    found_pace = pace(config, self._batch, option.time, weights, option.holds(running), seconds)
                     guesses.append(_Guess(trainer, option, engines, staleness, running, found_pace))
             fastest = min(guess.pace.update for guess in guesses)
             alike = [guess for guess in guesses if guess.pace.update <= (1 + ALIKE) * fastest]
@@ -260,7 +260,7 @@ class Search:
         """Returns the values of rollout.max_running that are tried: whole groups, up to what has room if all answers
         have the mean length."""
         n = self._config.rollout.group_size
-        most = min(MOST_RUNNING, FULL * option.kv_tokens / self._batch.context)
+        most = min(MOST_RUNNING, FULL * option.kv_tokens / (self._batch.context + FULL * option.state_tokens))
         return list(dict.fromkeys(max(int(most * share) // n, 1) * n for share in (1, 0.75, 0.5, 0.25)))
 
     def _staleness(self) -> list[int]:

@@ -268,7 +268,7 @@ def _smaller_trainers(config: Config) -> Iterator[tuple[str, TrainerConfig]]:
 
 def _holds_an_answer(config: Config, hf_config: Mapping[str, Any], engine: RankMemory) -> bool:
     """Returns whether the KV cache holds one answer of full length; vLLM refuses to start otherwise."""
-    return kv_tokens(config, hf_config, engine.of("KV cache"), on_cuda=True) >= config.longest_sequence
+    return kv_tokens(config, hf_config, engine.of("KV cache"), on_cuda=True, running=1) >= config.longest_sequence
 
 
 def _check_given(
@@ -276,7 +276,7 @@ def _check_given(
 ) -> None:
     """Checks the size of the KV cache that the option `name` gives."""
     size, longest = engine.of("KV cache"), config.longest_sequence
-    tokens = kv_tokens(config, hf_config, size, on_cuda)
+    tokens = kv_tokens(config, hf_config, size, on_cuda, running=1)
     if memory and tokens < longest:
         raise ConfigError(
             f"rollout.vllm.{name}: a KV cache of {_gib(size)} GiB holds {tokens:,} tokens, an answer may have "
@@ -299,7 +299,7 @@ def _machine_too_small(config: Config, found: RankMemory, memory: int) -> str:
 
 def _engine_too_small(config: Config, hf_config: Mapping[str, Any], found: RankMemory, gpu_gib: float) -> str:
     left, longest = found.of("KV cache"), config.longest_sequence
-    tokens = kv_tokens(config, hf_config, left, on_cuda=True)
+    tokens = kv_tokens(config, hf_config, left, on_cuda=True, running=1)
     used = ", ".join(f"{part.name} {_gib(part.bytes)}" for part in found.parts if part.name != "KV cache")
     problem = (
         f"an engine rank has {_gib(left)} GiB left for its KV cache on a GPU of {gpu_gib:g} ({used}): {tokens:,} "
@@ -325,7 +325,7 @@ def _too_large_to_share(
         f"({UTILIZATION:.0%}) that they may use of a GPU"
     )
     if left > 0:
-        tokens = kv_tokens(config, hf_config, left, on_cuda=True)
+        tokens = kv_tokens(config, hf_config, left, on_cuda=True, running=1)
         longest = config.longest_sequence
         problem += f": the rest holds {tokens:,} tokens, an answer may have {longest:,} with its prompt"
 

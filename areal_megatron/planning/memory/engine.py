@@ -90,10 +90,22 @@ def utilization(config: Config) -> float:
     return config.rollout.vllm.get("gpu_memory_utilization") or UTILIZATION
 
 
-def kv_tokens(config: Config, hf_config: Mapping[str, Any], size: int, on_cuda: bool) -> int:
-    """Returns how many tokens' keys and values fit into `size` bytes of a rank, in whole blocks."""
-    block = kv_cache.block_tokens(config, hf_config, on_cuda)
-    return max(size, 0) // (kv_cache.bytes_per_token(config, hf_config) * block) * block
+def kv_tokens(
+    config: Config, hf_config: Mapping[str, Any], size: int, on_cuda: bool, running: int | None = None
+) -> int:
+    """Returns how many tokens' keys and values fit into `size` bytes of a rank, in whole blocks, beside the states of
+    linear attention of `running` answers (None: of rollout.max_running)."""
+    running = config.rollout.max_running if running is None else running
+    blocks = max(size, 0) // kv_cache.block_bytes(config, hf_config, on_cuda)
+    blocks -= running * kv_cache.state_blocks(config, hf_config)
+    blocks -= kv_cache.spare_state_blocks(config, hf_config, on_cuda)
+    return max(blocks, 0) // kv_cache.blocks_per_tokens(hf_config) * kv_cache.block_tokens(config, hf_config, on_cuda)
+
+
+def state_tokens(config: Config, hf_config: Mapping[str, Any]) -> float:
+    """Returns how many tokens of a GPU's KV cache the states of linear attention of one more answer take."""
+    tokens = kv_cache.block_tokens(config, hf_config, on_cuda=True) / kv_cache.blocks_per_tokens(hf_config)
+    return kv_cache.state_blocks(config, hf_config) * tokens
 
 
 def crowded(config: Config, hf_config: Mapping[str, Any], size: int, on_cuda: bool) -> str:
@@ -114,8 +126,9 @@ def crowded(config: Config, hf_config: Mapping[str, Any], size: int, on_cuda: bo
 
 def _kv_note(config: Config, hf_config: Mapping[str, Any], size: int, on_cuda: bool) -> str:
     tokens, longest = kv_tokens(config, hf_config, size, on_cuda), config.longest_sequence
+    beside = " beside states" if architecture(hf_config).dimensions.linear else ""
     return (
-        f"{tokens:,} tokens: {tokens / longest:,.1f} answers of {longest:,} at a time, "
+        f"{tokens:,} tokens{beside}: {tokens / longest:,.1f} answers of {longest:,} at a time, "
         f"or rollout.max_running={config.rollout.max_running} of {tokens // config.rollout.max_running:,}"
     )
 

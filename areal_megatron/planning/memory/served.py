@@ -31,7 +31,7 @@ def _of(name: str, config: Config, available: int) -> RankMemory:
     found = replace(engine_memory(own, described, available, on_cuda, frozen=True), holder=f"served.{name} rank")
     if on_cuda and available and not _is_quantized(own, described):
         left, longest = found.of("KV cache"), own.longest_sequence
-        tokens = kv_tokens(own, described, left, on_cuda)
+        tokens = kv_tokens(own, described, left, on_cuda, running=1)
         if tokens < longest:
             used = ", ".join(f"{part.name} {part.bytes / GIB:,.2f}" for part in found.parts if part.name != "KV cache")
             raise ConfigError(

@@ -36,6 +36,7 @@ from areal_megatron.models.flops import SequenceFlops
 from areal_megatron.planning import plan
 from areal_megatron.planning.forecast.accelerators import accelerator
 from areal_megatron.planning.memory import activations, engine_memory, plan_memory
+from areal_megatron.planning.memory.engine import kv_tokens
 from areal_megatron.planning.memory.parts import GIB
 from areal_megatron.planning.memory.served import served_memory
 from areal_megatron.planning.memory.trainer import (
@@ -245,6 +246,31 @@ def test_keys_and_values_by_hand():
     # 4 key heads over 16 ranks: each has a whole one
     sixteen = engine_memory(config(rollout={"tp": 16}), EXPERTS, 80 * GIB, on_cuda=True)
     assert f"{sixteen.of('KV cache') // (2 * 94 * 128 * 2) // 16 * 16:,} tokens" in sixteen.parts[-1].note
+
+
+def test_states_of_linear_attention_by_hand():
+    """Qwen3.5-35B-A3B over 2 ranks: 16 value heads of 128 × 128 and 3 inputs of 4,096 channels. A block has as many
+    tokens of a key head of 256 as a state is large, is for the 10 layers with attention or 10 of the 30 others, and one
+    is added to these 3 for an answer that goes to its next."""
+    hf = read_config(ROOT / "configs/models/Qwen3.5-35B-A3B")
+    asked = config(rollout={"tp": 2, "max_running": 40})
+    assert kv_cache.block_tokens(asked, hf, on_cuda=True) == 1056 == 16 * -(-(16 * 2**14 * 4 + 3 * 4096 * 2) // 2**14)
+    block = 1056 * 1024 * 10
+    assert kv_cache.block_bytes(asked, hf, on_cuda=True) == block
+    assert kv_tokens(asked, hf, 500 * block, on_cuda=True) == (500 - 3 - 3 * 40) * 1056
+    assert kv_tokens(asked, hf, 500 * block, on_cuda=True, running=1) == (500 - 3 - 3) * 1056
+    assert kv_tokens(asked, hf, 100 * block, on_cuda=True) == 0
+
+    def tokens(**vllm):
+        return kv_cache.block_tokens(config(rollout={"tp": 2, "vllm": vllm}), hf, on_cuda=True)
+
+    assert tokens(mamba_ssm_cache_dtype="bfloat16") == 544
+    assert tokens(speculative_config={"method": "mtp", "num_speculative_tokens": 2}) == 1072
+    without = config(rollout={"tp": 2, "vllm": {"enable_prefix_caching": False}})
+    assert kv_tokens(without, hf, 500 * block, on_cuda=True, running=40) == (500 - 3 * 40) * 1056
+    half = read_config(ROOT / "configs/models/Qwen3-Next-80B-A3B-Instruct")
+    assert kv_cache.block_tokens(asked, half, True) == 544, "states in the dtype of the model"
+    assert kv_cache.block_tokens(asked, half | {"mamba_ssm_dtype": "float32"}, True) == 544
 
 
 def test_a_cpu_engine_takes_what_its_requests_need_and_no_more_than_its_share():
