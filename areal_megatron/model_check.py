@@ -121,7 +121,8 @@ def _check_whole(hf: dict[str, Any], path: str) -> None:
     if hf.get("quantization_config"):
         raise ConfigError(
             f"model.path: {path}/config.json has a quantization_config; trainers start from whole weights, which "
-            "`areal convert from-hf` and then `to-hf` make of DeepSeek's (docs/published_runs.md, Other models)"
+            "`areal convert from-hf` and then `to-hf` make of 8 bits as DeepSeek and Qwen publish them "
+            "(docs/published_runs.md, Other models)"
         )
 
 

@@ -23,6 +23,7 @@ from areal_megatron.checkpoint.hf_folder import (
     HfFolder,
     HfTensor,
     copy_description,
+    exact_dtype,
     hf_tensors,
     write_file,
 )
@@ -94,7 +95,8 @@ def from_hf(
 ) -> None:
     """Writes a Hugging Face folder as the checkpoint folder `out`, with the model and no optimizer; else like to_hf.
 
-    Layer norms are written under both names that megatron-core has for them, with TransformerEngine and without.
+    Layer norms are written under both names that megatron-core has for them, with TransformerEngine and without. Of
+    tensors that are one parameter there nothing is rounded: where their dtypes differ it is in float32.
     """
     from areal_megatron.checkpoint import torch_dist_file  # imports torch
 
@@ -103,7 +105,8 @@ def from_hf(
     layout = torch_dist.layout(config)
     pieces, built = torch_dist.by_parameter(layout), architecture(config)
     kinds = {
-        pattern: layout.dtypes.get(pattern) or dtype or model.dtype(own[0].tensor) for pattern, own in pieces.items()
+        pattern: layout.dtypes.get(pattern) or dtype or exact_dtype(model.dtype(piece.tensor) for piece in own)
+        for pattern, own in pieces.items()
     }
     places = {
         name: (pattern, single.start[: numbers(pattern)])

@@ -10,7 +10,7 @@ import struct
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from numpy import ndarray
 
@@ -27,6 +27,7 @@ from areal_megatron.reshard.boxes import Box, Shape, expand, whole
 from areal_megatron.run.json_input import parse_json
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 DESCRIPTION = (
     "config.json",
@@ -68,11 +69,11 @@ class HfFolder:
 
     def __init__(self, folder: Path, canonical: Mapping[str, Shape], model: str = ""):
         expected, config = expand(canonical), f"config.json ({model})" if model else "config.json"
-        file_of = {names.own(name): file for name, file in _file_of(folder).items()}
+        file_of = _once(((names.own(name), file) for name, file in _file_of(folder).items()), folder / INDEX)
         wanted = expected.keys() | {name + fp8.SCALE for name in expected}
         holders = {holder for name in wanted for holder in (name, names.stacked(name)) if holder in file_of}
         files = sorted({file_of[holder] for holder in holders}) if file_of else [SINGLE]
-        self._files = OpenFiles()
+        self._canonical, self._files = canonical, OpenFiles()
         self._extents: dict[str, Extent] = {}
         self._scales: dict[str, Extent] = {}
         """Tensor in 8 bits → its scales."""
@@ -121,10 +122,10 @@ class HfFolder:
         return weights
 
     def dtype(self, tensor: str, numbered: Shape | None = None) -> str:
-        """Returns the dtype of the tensor of a canonical pattern that has these numbers, None for the first one. One
-        in 8 bits is read in bfloat16."""
-        dtype = self._extents[name_at(tensor, numbered or [0] * numbers(tensor))].dtype
-        return "bfloat16" if dtype == FP8 else dtype
+        """Returns the dtype of the tensor of a canonical pattern that has these numbers, None for one that holds those
+        of all numbers exactly. One in 8 bits is read in bfloat16."""
+        names = [name_at(tensor, numbered)] if numbered is not None else expand({tensor: self._canonical[tensor]})
+        return exact_dtype("bfloat16" if (own := self._extents[name].dtype) == FP8 else own for name in names)
 
     def read(self, tensor: str, box: Box, out: ndarray, dtype: str) -> None:
         """Fills `out`, an array of the box's shape for elements of `dtype`, with a box of a canonical pattern.
@@ -141,6 +142,12 @@ class HfFolder:
 
     def close(self) -> None:
         self._files.close()
+
+
+def exact_dtype(dtypes: Iterable[str]) -> str:
+    """Returns the dtype that holds elements of all these exactly."""
+    found = {*dtypes}
+    return found.pop() if len(found) == 1 else "float32"
 
 
 class SafetensorsEntry(NamedTuple):
@@ -297,7 +304,7 @@ def safetensors_extents(path: Path, wanted: Collection[str]) -> tuple[set[str], 
 
     Raises CheckpointError where the file is damaged or such a tensor has a dtype that is not read.
     """
-    entries = dict(_each_expert(safetensors_entries(path)))
+    entries = _once(_each_expert(safetensors_entries(path)), path)
     extents = {}
     for name in entries.keys() & wanted:
         entry = entries[name]
@@ -308,6 +315,18 @@ def safetensors_extents(path: Path, wanted: Collection[str]) -> tuple[set[str], 
             raise CheckpointError(_no_safetensors(path, f"{name} does not lie in it whole"))
         extents[name] = Extent(path, entry.offset, dtype, box)
     return set(entries), extents
+
+
+def _once(named: Iterable[tuple[str, T]], path: Path) -> dict[str, T]:
+    """Returns what has these names. Raises CheckpointError where two have the same, which a file calls differently."""
+    found = {}
+    for name, each in named:
+        if name in found:
+            raise CheckpointError(
+                f"{path} has {printable(name)} under two names, of which readers take one or the other; remove one"
+            )
+        found[name] = each
+    return found
 
 
 def _each_expert(entries: Mapping[str, SafetensorsEntry]) -> Iterator[tuple[str, SafetensorsEntry]]:

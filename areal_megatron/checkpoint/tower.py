@@ -10,6 +10,7 @@ from numpy import ndarray
 
 from areal_megatron.checkpoint.disk import BLOCK_BYTES, CheckpointError, appending
 from areal_megatron.checkpoint.hf_folder import (
+    SAFETENSORS_DTYPES,
     SHARD_BYTES,
     HfTensor,
     SafetensorsEntry,
@@ -40,6 +41,12 @@ def copy(source: Path, folder: Path, sync: bool = False) -> tuple[dict[str, str]
             f"{source} has no tensor {TOWER}…, the part for images, which its config.json asks for: name a folder that "
             "has it as --config"
         )
+    for name, (file, entry) in held.items():
+        if entry.dtype not in SAFETENSORS_DTYPES:
+            raise CheckpointError(
+                f"{file}: {name} has dtype {entry.dtype}; the part for images is carried as it is, and what is written "
+                f"says nothing of scales: take a folder that has it in {', '.join(SAFETENSORS_DTYPES)}"
+            )
     entries = [(name, entry.dtype, entry.shape, entry.nbytes) for name, (_, entry) in held.items()]
     with appending(folder / FILE, sync) as append:
         append(safetensors_header(entries))

@@ -102,7 +102,7 @@ class EngineOption:
     kv_tokens: int
     """Tokens that the KV cache holds beside the states of one answer."""
     state_tokens: float
-    """Of these, what the states of each further answer take."""
+    """Those of them that the states of one more answer take."""
     shard: int
     """Bytes of the fullest rank's weights."""
 

@@ -96,3 +96,48 @@ def test_what_is_missing_or_contradicts_itself_is_said_in_one_line(tmp_path):
     (model / "config.json").write_text(json.dumps(described | {"text_config": None}))
     with pytest.raises(ConfigError, match=r"needs an object text_config, has None$"):
         read_config(model)
+
+
+def test_tensors_in_float32_among_others_are_not_rounded(tmp_path):
+    """As published: what decides how fast states fade, and the norm of what is read from them."""
+    model = tmp_path / "model"
+    tensors = {name: tensor.bfloat16() for name, tensor in write_with_images("qwen3.5", model).items()}
+    alone = {name for name in tensors if name.endswith(("linear_attn.A_log", "linear_attn.norm.weight"))}
+    tensors |= {name: torch.rand(tensors[name].shape) for name in alone}
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    from_hf(model, tmp_path / "checkpoint", verify=True)
+    to_hf(tmp_path / "checkpoint", tmp_path / "back", verify=True)
+    assert alone
+    assert_equal(weights(tmp_path / "back"), tensors)
+    *_, last = sorted(name for name in tensors if name.endswith("linear_attn.in_proj_b.weight"))
+    tensors[last] = torch.rand(tensors[last].shape)  # one of four that are one parameter of trainers
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    from_hf(model, tmp_path / "another", verify=True)
+    to_hf(tmp_path / "another", tmp_path / "again", verify=True)
+    for name, tensor in weights(tmp_path / "again").items():
+        assert torch.equal(tensor, tensors[name].to(tensor.dtype)), name
+    to_hf(model, tmp_path / "copy", verify=True)
+    assert torch.equal(weights(tmp_path / "copy")[last], tensors[last])
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (
+            lambda name, tensor: {name: tensor.to(torch.float8_e4m3fn)} if name.startswith(TOWER) else {},
+            r"model\.visual\..* has dtype F8_E4M3; the part for images is carried as it is, .*: take a folder that",
+        ),
+        (
+            lambda name, tensor: {own(name): tensor + 1},
+            r"/model\.safetensors has model\.\S+ under two names, of which readers take one or the other; remove one$",
+        ),
+    ],
+)
+def test_tensors_that_cannot_be_carried_are_named(tmp_path, change, problem):
+    model = tmp_path / "model"
+    tensors = write_with_images("qwen3.5", model)
+    for name, tensor in [*tensors.items()]:
+        tensors |= change(name, tensor)
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=problem):
+        from_hf(model, tmp_path / "checkpoint")
