@@ -10,6 +10,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from areal_megatron.checkpoint.disk import CheckpointError
+from areal_megatron.checkpoint.hf_folder import check_tied
 from areal_megatron.config import (
     Config,
     ConfigError,
@@ -105,6 +107,8 @@ def check_model(config: Config, weights: bool = True, trains: bool = True) -> No
             _check_served(config, name, weights)
     if weights:
         _check_files(Path(path), engines_read=config.has_engines and not config.engines_start_empty)
+        if model.tied:
+            _check_tied(Path(path), model)
     if not config.is_supervised and config.ppo.penalty.kl_folder:
         _check_teacher(config, weights)
 
@@ -223,6 +227,13 @@ def _check_files(folder: Path, engines_read: bool) -> None:
         raise ConfigError(f"model.path: {e}") from None
 
 
+def _check_tied(folder: Path, model: Architecture) -> None:
+    try:
+        check_tied(folder, model)
+    except CheckpointError as e:
+        raise ConfigError(f"model.path: {e}") from None
+
+
 def _check_generation(folder: Path, vocabulary: int) -> None:
     """Raises ConfigError if the generation settings cannot be read or name tokens that the model does not have."""
     file = folder / "generation_config.json"
@@ -320,7 +331,7 @@ def _check_experts(config: Config, hf: dict[str, Any], model: Architecture) -> N
         )
     if model.has(ROUTER_BIAS):
         _check_sigmoid_router(hf, path, experts, chosen)
-    if chosen == 1 and (implied(hf) | hf).get("norm_topk_prob"):
+    if chosen == 1 and (model.family.defaults | implied(hf) | hf).get("norm_topk_prob"):
         raise ConfigError(
             f"model.path: {path}/config.json has num_experts_per_tok=1 and norm_topk_prob: the one "
             "probability is always 1, and the router could learn nothing"

@@ -8,18 +8,30 @@ import operator
 import shutil
 import struct
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 from numpy import ndarray
 
 from areal_megatron.checkpoint import fp8
-from areal_megatron.checkpoint.disk import FP8, CheckpointError, Extent, OpenFiles, appending, raw, read_box
+from areal_megatron.checkpoint.disk import (
+    FP8,
+    BlockBuffers,
+    CheckpointError,
+    Extent,
+    OpenFiles,
+    appending,
+    raw,
+    read_box,
+)
 from areal_megatron.models import names
-from areal_megatron.models.architecture import architecture, implied, read_whole_config, takes_images
+from areal_megatron.models.architecture import Architecture, architecture, implied, read_whole_config, takes_images
 from areal_megatron.models.dtypes import ITEMSIZE
 from areal_megatron.models.pattern import name_at, numbers, taken_numbers
+from areal_megatron.models.table import EMBEDDING, HEAD
 from areal_megatron.models.weight_files import INDEX, SINGLE, weight_map
 from areal_megatron.process.errors import printable
 from areal_megatron.process.files import write_json
@@ -117,8 +129,10 @@ class HfFolder:
         scales = {name + fp8.SCALE for name in weights._scales}
         of_images = {name for name in weights.names if name.startswith(names.TOWER)} if takes_images(folder) else set()
         for name in weights.names - expand(model.canonical).keys() - scales - {*further} - of_images:
-            if not (name == "lm_head.weight" and model.tied) and not name.endswith("rotary_emb.inv_freq"):
+            if not (name in HEAD.tensors and model.tied) and not name.endswith("rotary_emb.inv_freq"):
                 raise CheckpointError(f"{folder} has a tensor {name}, which config.json ({model.name}) does not have")
+        if model.tied and weights.names & HEAD.tensors.keys():
+            check_tied(folder, model)
         return weights
 
     def dtype(self, tensor: str, numbered: Shape | None = None) -> str:
@@ -142,6 +156,26 @@ class HfFolder:
 
     def close(self) -> None:
         self._files.close()
+
+
+def check_tied(folder: Path, model: Architecture) -> None:
+    """Raises CheckpointError where a folder has an output layer of its own although it is the embedding by config.json:
+    transformers and engines take it if it is another, trainers do not."""
+    (embedding, shape), (head, _) = *EMBEDDING.tensors.items(), *HEAD.tensors.items()
+    size = model.dimensions.shape(shape)
+    with closing(HfFolder(folder, {embedding: size})) as weights:
+        if head not in weights.names:
+            return
+    with closing(HfFolder(folder, {embedding: size, head: size}, model.name)) as weights:
+        blocks, dtype = BlockBuffers(), exact_dtype([weights.dtype(embedding), weights.dtype(head)])
+        for (block, one), (_, other) in zip(blocks.of(whole(size), dtype), blocks.of(whole(size), dtype), strict=True):
+            weights.read(embedding, block, one, dtype)
+            weights.read(head, block, other, dtype)
+            if not np.array_equal(one, other):
+                raise CheckpointError(
+                    f"{folder} has a {head} other than {embedding}, config.json says that they are tied: remove it, or "
+                    "set tie_word_embeddings to false"
+                )
 
 
 def exact_dtype(dtypes: Iterable[str]) -> str:

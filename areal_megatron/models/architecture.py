@@ -67,7 +67,8 @@ _MISSING = dict.fromkeys(
 """Names of models without a table → the missing parts."""
 _LANGUAGE_OF_IMAGES = {"qwen3_5": "Qwen3_5ForCausalLM", "qwen3_5_moe": "Qwen3_5MoeForCausalLM"}
 """`model_type` of models that take images, too → the class of their language model, which text_config describes."""
-_SHARED = ("tie_word_embeddings", "quantization_config", "dtype", "torch_dtype")
+_TIED = "tie_word_embeddings"
+_SHARED = (_TIED, "quantization_config", "dtype", "torch_dtype")
 """What such a config.json may say outside of text_config, too."""
 
 _MOST_ROWS = 1 << 24
@@ -165,6 +166,12 @@ def of_language_model(described: dict[str, Any]) -> dict[str, Any]:
         raise ConfigError(
             f"model.path: config.json has {twice}={shown(shared[twice])} and in text_config {shown(text[twice])}"
         )
+    for here, other, where in ((described, text, "outside of"), (text, described, "in")):
+        if here.get(_TIED) and _TIED not in other:
+            raise ConfigError(
+                f"model.path: config.json has {_TIED}={shown(here[_TIED])} {where} text_config alone; transformers "
+                "reads it outside, engines inside: say it in both"
+            )
     return shared | text | {"architectures": [language]}
 
 
@@ -222,7 +229,7 @@ def architecture(hf_config: Mapping[str, Any]) -> Architecture:
     if is_reward_model:
         _check_one_label(hf_config)
         return Architecture(shown(_named(hf_config)[0]), family, dimensions, layer, False, True)
-    return Architecture(name, family, dimensions, layer, bool(hf_config.get("tie_word_embeddings", False)))
+    return Architecture(name, family, dimensions, layer, bool(hf_config.get(_TIED, False)))
 
 
 class _Sizes:
@@ -295,7 +302,12 @@ def _heads(hf_config: Mapping[str, Any], name: str, family: Family, size: _Sizes
     if family.has_experts and not family.has_latents and hf_config.get("num_key_value_heads", 1) is None:
         raise ConfigError(f"model.path: config.json needs num_key_value_heads, of {name} it may not be null")
     kv_heads = size("num_key_value_heads", heads)
-    sizes = _latents(hf_config, size) if family.has_latents else {"head_dim": size("head_dim", hidden // heads)}
+    default = family.defaults.get("head_dim")
+    if default and hf_config.get("head_dim", default) is None:
+        raise ConfigError(f"model.path: config.json needs a positive integer head_dim, of {name} it may not be null")
+    sizes = (
+        _latents(hf_config, size) if family.has_latents else {"head_dim": size("head_dim", default or hidden // heads)}
+    )
     head_dim = sizes["head_dim"]
     if not family.own_head_dim and head_dim * heads != hidden:
         raise ConfigError(
@@ -323,7 +335,8 @@ def _check_class(hf_config: Mapping[str, Any], name: str, family: Family) -> Non
     if own not in (None, name):
         raise ConfigError(f"model.path: config.json has model_type={shown(kind)} and the class {name}, of two models")
     kinds = hf_config.get("layer_types")
-    if not family.has_linear_layers and kinds and (not isinstance(kinds, list) or {*map(str, kinds)} != {_KINDS[1]}):
+    others = kinds is not None and (not isinstance(kinds, list) or {*map(str, kinds)} != {_KINDS[1]})
+    if others and not family.has_linear_layers:
         raise ConfigError(
             f"model.path: config.json has layer_types={shown(kinds)}; all layers of {name} are {_KINDS[1]} here"
         )
@@ -377,8 +390,9 @@ def _shared_ffn(hf_config: Mapping[str, Any], size: _Sizes) -> int:
 
 def _linear_attention(hf_config: Mapping[str, Any], size: _Sizes, layers: int) -> dict[str, Any]:
     """The layers with linear attention, and its sizes."""
-    every = size("full_attention_interval", 4)
-    types = hf_config.get("layer_types") or [_KINDS[number % every == 0] for number in range(1, layers + 1)]
+    if (types := hf_config.get("layer_types")) is None:
+        every = size("full_attention_interval") if "full_attention_interval" in hf_config else 4
+        types = [_KINDS[number % every == 0] for number in range(1, layers + 1)]
     if not isinstance(types, list) or len(types) != layers or {*map(str, types)} != {*_KINDS}:
         raise ConfigError(
             f"model.path: config.json has layer_types={shown(types)}; it needs {' or '.join(_KINDS)} for each of "

@@ -12,7 +12,7 @@ HEAD_NORMS = tuple(
     for head in ("q", "k")
 )
 
-QWEN3 = Family((*ATTENTION, *HEAD_NORMS, *MLP), refused=("attention_bias",))
+QWEN3 = Family((*ATTENTION, *HEAD_NORMS, *MLP), refused=("attention_bias",), defaults={"head_dim": 128})
 QWEN3_MOE = Family(
     (*ATTENTION, *HEAD_NORMS, ROUTER, *EXPERTS),
     refused=("attention_bias", "mlp_only_layers", "shared_expert_intermediate_size"),

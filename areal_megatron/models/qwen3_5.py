@@ -42,6 +42,7 @@ _ATTENTION = (
 QWEN3_5 = Family(
     (*_ATTENTION, *MLP),
     refused=("attention_bias", "qkv_bias", "sliding_window"),
+    defaults={"head_dim": 256},
     reward_models=False,
     added_to_one=True,
     positions_of_text=True,

@@ -112,5 +112,6 @@ QWEN3_NEXT = Family(
         *GATED_EXPERTS,
     ),
     refused=("attention_bias", "mlp_only_layers", "qkv_bias", "sliding_window"),
+    defaults={"head_dim": 256, "norm_topk_prob": True},
     added_to_one=True,
 )

@@ -234,6 +234,9 @@ class Family:
     key."""
     own_head_dim: bool = True
     """Whether engines read in config.json how wide a head is; if not, it is the hidden size over the heads."""
+    defaults: dict[str, Any] = field(default_factory=dict)
+    """Keys of config.json that are not null → what transformers takes where one is absent, if that is no rule for all
+    families: of `head_dim` it is the hidden size over the heads, of `norm_topk_prob` false."""
     reward_models: bool = True
     """Whether transformers has a class of reward models with these layers."""
     added_to_one: bool = False

@@ -88,6 +88,7 @@ LINEAR = EXPERTS | {
     "linear_conv_kernel_dim": 4,
     "shared_expert_intermediate_size": 32,
 }
+UNSAID = {key: value for key, value in LINEAR.items() if key != "norm_topk_prob"}
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
 
 
@@ -144,6 +145,7 @@ def test_a_model_that_fits_passes(tmp_path, hf, trainer):
         (EXPERTS | {"num_experts_per_tok": 7}, {}, r"model.path: .*num_experts_per_tok=7 of 6 experts"),
         (EXPERTS | {"num_experts_per_tok": 1}, {}, r"model.path: .*num_experts_per_tok=1 and norm_topk_prob"),
         (GATED | {"num_experts_per_tok": 1}, {}, r"model.path: .*num_experts_per_tok=1 and norm_topk_prob"),
+        (UNSAID | {"num_experts_per_tok": 1}, {}, r"model.path: .*num_experts_per_tok=1 and norm_topk_prob"),
         (
             SIGMOID | {"norm_topk_prob": False},
             {},
@@ -252,6 +254,9 @@ def test_positions_in_sections_are_those_of_text(tmp_path, mode, experts):
             "layer_types=.*needs linear_attention or full_att.* 6 layers, and both",
         ),
         ({"layer_types": ["linear_attention", "full_attention"]}, "for each of 6 layers"),
+        ({"layer_types": []}, r"layer_types=\[\]; it needs .* for each of 6 layers"),
+        ({"full_attention_interval": None}, "needs a positive integer full_attention_interval, has None"),
+        ({"head_dim": None}, "needs a positive integer head_dim, of Qwen3NextForCausalLM it may not be null"),
         ({"layer_types": ["linear_attention", "mamba", *["full_attention"] * 4]}, "linear_attention or full_attention"),
         ({"linear_num_value_heads": 6}, "linear_num_value_heads=6, no multiple of linear_num_key_heads=4"),
         ({"linear_key_head_dim": None}, "needs a positive integer linear_key_head_dim, has None"),

@@ -11,7 +11,8 @@ from safetensors.torch import save_file
 from areal_megatron.checkpoint import hf
 from areal_megatron.checkpoint.convert import from_hf, to_hf
 from areal_megatron.checkpoint.disk import CheckpointError
-from areal_megatron.config import ConfigError
+from areal_megatron.config import Config, ConfigError, DataConfig, MachineConfig, ModelConfig
+from areal_megatron.model_check import check_model
 from areal_megatron.models.architecture import architecture, read_config, takes_images
 from areal_megatron.models.names import TOWER, own
 from areal_megatron.reshard.trainer_layout import MegatronSizes
@@ -93,6 +94,28 @@ def test_what_is_missing_or_contradicts_itself_is_said_in_one_line(tmp_path):
     (model / "config.json").write_text(json.dumps(described | {"tie_word_embeddings": False}))
     with pytest.raises(ConfigError, match=r"has tie_word_embeddings=False and in text_config True$"):
         read_config(model)
+    alone = {key: value for key, value in described.items() if key != "tie_word_embeddings"}
+    (model / "config.json").write_text(json.dumps(alone))
+    with pytest.raises(ConfigError, match=r"has tie_word_embeddings=True in text_config alone; .*: say it in both$"):
+        read_config(model)
+    outside = {key: value for key, value in described["text_config"].items() if key != "tie_word_embeddings"}
+    (model / "config.json").write_text(json.dumps(described | {"text_config": outside}))
+    with pytest.raises(ConfigError, match=r"has tie_word_embeddings=True outside of text_config alone; "):
+        read_config(model)
+    (model / "config.json").write_text(json.dumps(described))
+    embedding = tensors["model.language_model.embed_tokens.weight"]
+    save_file(tensors | {"lm_head.weight": embedding.clone()}, model / "model.safetensors")
+    from_hf(model, tmp_path / "checkpoint")
+    save_file(tensors | {"lm_head.weight": embedding + 1}, model / "model.safetensors")
+    problem = r"has a lm_head\.weight other than model\.embed_tokens\.weight, .*: remove it, or set tie_word_embeddings"
+    with pytest.raises(CheckpointError, match=problem):
+        from_hf(model, tmp_path / "another")
+    asked = Config(
+        name="x", updates=1, model=ModelConfig(str(model)), data=DataConfig("t"), machine=MachineConfig("cuda")
+    )
+    asked.rollout.max_new_tokens = asked.data.max_prompt_tokens = 64
+    with pytest.raises(ConfigError, match=problem):
+        check_model(asked)
     (model / "config.json").write_text(json.dumps(described | {"text_config": None}))
     with pytest.raises(ConfigError, match=r"needs an object text_config, has None$"):
         read_config(model)

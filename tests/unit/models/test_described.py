@@ -51,6 +51,15 @@ def test_rotary_embeddings_are_those_of_transformers(tmp_path, given):
     architecture(described)
 
 
+@pytest.mark.parametrize(
+    "family", [{}, EXPERTS, LINEAR, {"model_type": "qwen2"}], ids=["", "experts", "linear", "qwen2"]
+)
+def test_heads_are_as_wide_as_in_transformers_where_nothing_is_said(tmp_path, family):
+    described = {key: value for key, value in (GOOD | family).items() if key != "head_dim"}
+    theirs = getattr(as_transformers(tmp_path, described), "head_dim", 64 // 8)
+    assert architecture(described).dimensions.head_dim == theirs
+
+
 CONTRADICTIONS = {
     "type": (
         {"rope_parameters": SAVED, "rope_scaling": YARN},
