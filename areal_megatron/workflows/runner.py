@@ -115,6 +115,7 @@ class EpisodeRunner:
             problem = "its context has an answer that no engine sampled"
         if not is_score(episode.discount):
             problem, episode.discount = f"its discount is {reprlib.repr(episode.discount)}", 1.0
+        episode.discount = float(episode.discount)  # such as NumPy's, which no message has
         if problem:
             self._tell_failure(episode.prompt, problem, bool(episode.answers))
         self._answered |= episode.answers > 0

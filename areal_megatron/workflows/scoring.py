@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -10,7 +11,7 @@ import numpy as np
 from areal_megatron.config import RewardConfig
 from areal_megatron.data.prompts import Prompt
 from areal_megatron.engine.client import Completion
-from areal_megatron.reward.function import WrongResult, checked
+from areal_megatron.reward.function import WrongResult, checked, is_score
 from areal_megatron.reward.group import GroupAnswer
 from areal_megatron.reward.overlong import overlong
 from areal_megatron.reward.worker import Answer, AnswerGroup, Scored
@@ -182,6 +183,8 @@ def scores_of(result: object, answers: int) -> tuple[float, ...]:
 
     Raises WrongResult for a list of another length, or what is no score.
     """
+    if isinstance(result, tuple) and result and is_score(result[-1]):
+        raise WrongResult(f"the workflow returned {reprlib.repr(result)}: scores of several answers come in a list")
     if not isinstance(result, list):
         return (checked(result, "the workflow")[0],)
     if len(result) != answers:

@@ -20,6 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from contextvars import ContextVar
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -309,15 +310,24 @@ class HeldUp:
             time.sleep(min(1.0, self._limit_s / 4))
 
 
+def _let_go(*streams: int) -> None:
+    """In a process that a workflow forks, which may live on: the controller is to see how its streams end here."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for stream in streams:
+        os.dup2(nothing, stream)
+
+
 async def serve() -> None:
     """Runs a worker on stdin and stdout."""
     loop, reader = asyncio.get_running_loop(), asyncio.StreamReader()
     output = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(os.dup(0), "rb"))
+    source = os.fdopen(os.dup(0), "rb")
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), source)
     with open(os.devnull, "rb") as nothing:  # a workflow that asks the user gets an EOFError
         os.dup2(nothing.fileno(), 0)
     transport, protocol = await loop.connect_write_pipe(asyncio.streams.FlowControlMixin, output)
+    os.register_at_fork(after_in_child=partial(_let_go, source.fileno(), output.fileno()))
     frames = Frames(reader, asyncio.StreamWriter(transport, protocol, None, loop), ToWorker)
     begin = await frames.receive()
     try:

@@ -116,6 +116,7 @@ class EpisodeWorkers:
         self._closed = True
         for task in self._replacing:
             task.cancel()
+        await asyncio.gather(*self._replacing, return_exceptions=True)
         await asyncio.gather(*(worker.kill() for worker in self._workers))
 
     async def _add(self) -> None:
@@ -218,8 +219,10 @@ class _Worker:
             problem = ready.problem
         except (TimeoutError, asyncio.IncompleteReadError, ConnectionError):
             pass
+        finally:  # also where nobody waits for it any more
+            if problem:
+                await worker.kill()
         if problem:
-            await worker.kill()
             raise ConfigError(problem if problem.startswith(KEY) else f"{KEY}: {problem}")
         worker._reading = asyncio.ensure_future(worker._read())
         return worker

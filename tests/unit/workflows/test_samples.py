@@ -166,6 +166,7 @@ def test_the_reward_of_an_episode_is_discounted_back_from_its_end(tmp_path):
         ([], "0 scores for 4 answers"),
         ([1.0, "good", 0.0, 0.0], "returned 'good', expected a finite number"),
         ([1.0, float("nan"), 0.0, 0.0], "returned nan, expected a finite number"),
+        ((1.0, 0.5), r"returned (1.0, 0.5): scores of several answers come in a list"),
     ],
 )
 def test_scores_that_do_not_fit_fail_the_episode(tmp_path, result, problem):

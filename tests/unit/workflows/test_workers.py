@@ -7,6 +7,7 @@ import sys
 import textwrap
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,7 +21,8 @@ from areal_megatron.workflows.workers import EpisodeWorkers, WorkflowRunner
 from tests.support.chat_world import FORGETTING, World
 
 MODULE = textwrap.dedent("""
-    import asyncio, os, pathlib, re, time
+    import asyncio, os, pathlib, re, signal, time
+    import numpy as np
 
     async def talk(episode):
         await episode.sample()
@@ -43,6 +45,16 @@ MODULE = textwrap.dedent("""
         except FileExistsError:
             return 1.0
         os._exit(7)
+
+    async def leaves_a_process(episode):
+        await episode.sample()
+        if not pathlib.Path("left").exists():
+            if not (left := os.fork()):
+                time.sleep(3600)
+            pathlib.Path("left").write_text(str(left))
+            os.kill(os.getpid(), signal.SIGKILL)
+        episode.discount = np.float32(0.5)
+        return 1.0
 
     async def dies(episode):
         os._exit(7)
@@ -182,6 +194,15 @@ def test_a_worker_that_dies_costs_its_episodes_a_retry(tmp_path, monkeypatch):
     assert counts["workflow_deaths"] == 1 and not counts["workflow_failures"]
 
 
+def test_a_process_that_a_dead_worker_leaves_holds_up_nobody(tmp_path, monkeypatch):
+    try:
+        (found,), counts = Pool(tmp_path, monkeypatch, "leaves_a_process").run(n=1)
+    finally:
+        os.kill(int((tmp_path / "left").read_text()), signal.SIGKILL)
+    assert found.score.correct and found.score.reward == 0.0
+    assert counts["workflow_deaths"] == 1 and not counts["workflow_failures"]
+
+
 def test_an_episode_that_ends_every_worker_has_failed(tmp_path, monkeypatch):
     ((found,), counts) = Pool(tmp_path, monkeypatch, "dies").run(n=1)
     assert found.score.failure == "a workflow ended its process with code 7" and not found.score.trained
@@ -275,6 +296,22 @@ def test_workers_that_are_killed_while_idle_are_replaced(tmp_path, monkeypatch):
 
     found, _ = Pool(tmp_path, monkeypatch, "talk", workers=2).run(then)
     assert all(len(one.samples) == 2 for one in found)
+
+
+def test_a_worker_that_is_starting_ends_with_the_others(tmp_path, monkeypatch):
+    async def then(pool):
+        [worker] = pool.workers._workers
+        os.kill(worker._process.pid, signal.SIGKILL)
+        while not (own := processes_of(os.getpid()) - {worker._process.pid}):
+            await asyncio.sleep(0.02)
+        return own
+
+    started, _ = Pool(tmp_path, monkeypatch, "talk").run(then)
+    assert started and not started & processes_of(os.getpid())
+
+
+def processes_of(parent):
+    return {int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()}
 
 
 def test_a_workflow_that_cannot_be_loaded_is_an_error(tmp_path, monkeypatch):
