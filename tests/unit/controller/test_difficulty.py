@@ -81,6 +81,8 @@ def shaped(truncated, answers):
     [
         ([(5, 0), (0, 5)], False),
         ([(5, 0), (5, 0)], True),
+        ([(5, 0, 0), (0, 5, 0)], False),
+        ([(5, 0, 0), (5, 0)], True),
         ([(0.3, 4.7), (0.1 + 0.2, 4.7)], True),
         ([(0, 5), (0, 0, 5)], True),  # the same answer is right, a turn later
         ([(), ()], True),
