@@ -80,7 +80,7 @@ def chosen(place: Path, options: argparse.Namespace) -> Iterator[TrainedTrajecto
         dump = read(path)
         for trajectory in dump.trajectories:
             found = TrainedTrajectory(dump.number, dump.version, trajectory)
-            if options.show not in (None, trajectory.uid):
+            if options.show not in (None, str(trajectory.uid), trajectory.name):
                 continue
             if options.truncated and (options.truncated == "yes") != trajectory.truncated:
                 continue
@@ -274,7 +274,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     for name, (_, what) in FILTERS.items():
         parser.add_argument(f"--{name}", type=span, metavar="RANGE", help=what)
     parser.add_argument("--truncated", choices=["yes", "no"], help="cut at rollout.max_new_tokens")
-    parser.add_argument("--show", type=int, metavar="UID", help="one trajectory with its text")
+    parser.add_argument("--show", metavar="UID", help="one trajectory with its text, or all samples of an episode")
     parser.add_argument(
         "--colour",
         choices=["version", "logprob", "ratio"],

@@ -122,6 +122,8 @@ def test_an_episode_of_several_samples_counts_once_and_a_failed_one_not_at_all(r
     assert found[3]["returns"] == [[1, -5.0], [1, 1.5]] and found[7]["returns"] == []
     shown = listed(capsys, run.folder, "--show", 8)
     assert "reward -5 (returns -5, 1.5), 2 + 2 tokens" in "\n".join(shown)
+    shown = "\n".join(listed(capsys, run.folder, "--show", "8.3"))
+    assert "trajectory 8.3: " in shown and shown.count("trajectory 8") == 1
 
 
 def test_the_text_is_whole_whatever_its_tokens_are(model):
