@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 _START_TIMEOUT_S = 120.0
 _RETRY_S = 1.0
 _DEATHS = 3
-"""An episode has failed when this number of workers have died with it."""
+"""An episode has failed when this number of workers have died with it; the last one had no other episode."""
 
 
 class EpisodeWorkers:
@@ -72,6 +72,9 @@ class EpisodeWorkers:
         self._configs, self._count = configs, configs[0].rollout.workflow_workers or default_count()
         self._output, self._run = output, str(run)
         self._workers: list[_Worker] = []
+        self._apart: set[_Worker] = set()
+        """Those of a single episode."""
+        self._free_apart = asyncio.Semaphore(self._count)
         self._some = asyncio.Event()
         """Set while there is a worker."""
         self._replacing: set[asyncio.Task] = set()
@@ -86,7 +89,7 @@ class EpisodeWorkers:
     def account(self) -> dict[str, int]:
         """Returns what was counted since the start, by the names of the metrics."""
         found = Counter({"workflow_failures": 0, "refused_calls": 0, "workflow_deaths": 0})
-        for counts in (self._counted, *(worker.account for worker in self._workers)):
+        for counts in (self._counted, *(worker.account for worker in (*self._workers, *self._apart))):
             found.update(counts)
         return dict(found)
 
@@ -97,10 +100,12 @@ class EpisodeWorkers:
         what RewardWorkers.judge raises.
         """
         problem = ""
-        for _ in range(_DEATHS):
-            await self._some.wait()
-            worker = min(self._workers, key=lambda one: len(one.running))
+        for deaths in range(_DEATHS):
             try:
+                if deaths == _DEATHS - 1:
+                    return await self._run_apart(sampling, spec, scorer)
+                await self._some.wait()
+                worker = min(self._workers, key=lambda one: len(one.running))
                 return await worker.run(sampling, spec, scorer)
             except _WorkerDiedError as e:
                 problem = str(e)
@@ -112,15 +117,28 @@ class EpisodeWorkers:
         context = Transcript(spec.prompt.tokens, spec.version).with_observation(sampling.stop_tokens[:1])
         return ScoredEpisode((context,), scorer.reward(0.0, 1, False, False, failure=problem), ((),))
 
+    async def _run_apart(self, sampling: Sampling, spec: EpisodeSpec, scorer: Scorer) -> ScoredEpisode | None:
+        """Runs an episode in a worker of its own: the others may have died of another episode."""
+        async with self._free_apart:
+            worker = await self._started()
+            self._apart.add(worker)
+            try:
+                return await worker.run(sampling, spec, scorer)
+            finally:
+                self._counted["workflow_deaths"] += worker.ended.done()
+                self._counted.update(worker.account)
+                self._apart.remove(worker)
+                await worker.kill()
+
     async def close(self) -> None:
         self._closed = True
         for task in self._replacing:
             task.cancel()
         await asyncio.gather(*self._replacing, return_exceptions=True)
-        await asyncio.gather(*(worker.kill() for worker in self._workers))
+        await asyncio.gather(*(worker.kill() for worker in (*self._workers, *self._apart)))
 
-    async def _add(self) -> None:
-        worker = await _Worker.start(self._configs, self._count, self._output, self._run)
+    async def _add(self, again: bool = False) -> None:
+        worker = await (self._started() if again else self._start())
         self._workers.append(worker)
         self._some.set()
         worker.ended.add_done_callback(lambda _: self._replace(worker))
@@ -132,13 +150,17 @@ class EpisodeWorkers:
             self._some.clear()
         if not self._closed:
             self._counted["workflow_deaths"] += 1
-            self._replacing.add(task := asyncio.ensure_future(self._add_again()))
+            self._replacing.add(task := asyncio.ensure_future(self._add(again=True)))
             task.add_done_callback(self._replacing.discard)
 
-    async def _add_again(self) -> None:
+    async def _start(self) -> _Worker:
+        return await _Worker.start(self._configs, self._count, self._output, self._run)
+
+    async def _started(self) -> _Worker:
+        """Returns a worker that has started, however often that is tried."""
         while True:
             try:
-                return await self._add()
+                return await self._start()
             except (OSError, ConfigError) as e:  # no process or memory is left for the moment
                 log.warning("a worker of episodes cannot be started again yet: %s", e)
                 await asyncio.sleep(_RETRY_S)

@@ -59,6 +59,13 @@ MODULE = textwrap.dedent("""
     async def dies(episode):
         os._exit(7)
 
+    async def dies_by_the_row(episode):
+        await episode.sample()
+        if episode.prompt.row["dies"]:
+            os._exit(7)
+        await asyncio.sleep(2)
+        return 1.0
+
     async def holds_up(episode):
         await episode.sample()
         time.sleep(3600)
@@ -207,6 +214,15 @@ def test_an_episode_that_ends_every_worker_has_failed(tmp_path, monkeypatch):
     ((found,), counts) = Pool(tmp_path, monkeypatch, "dies").run(n=1)
     assert found.score.failure == "a workflow ended its process with code 7" and not found.score.trained
     assert found.length == 1 and not found.answers
+    assert counts["workflow_deaths"] == 3 and counts["workflow_failures"] == 1
+
+
+def test_an_episode_does_not_fail_of_another_that_ends_every_worker(tmp_path, monkeypatch):
+    async def then(pool):
+        return await asyncio.gather(*(pool.sample(1, row={"dies": dies}) for dies in (True, False)))
+
+    ([dead], [lives]), counts = Pool(tmp_path, monkeypatch, "dies_by_the_row").run(then)
+    assert dead.score.failed and lives.score.correct and lives.score.trained
     assert counts["workflow_deaths"] == 3 and counts["workflow_failures"] == 1
 
 
