@@ -20,7 +20,7 @@ import numpy as np
 from rich.text import Text
 
 from areal_megatron.config import Config, ConfigError, config_file
-from areal_megatron.data.doubts import doubts, doubts_about_items
+from areal_megatron.data.doubts import doubts, doubts_about_items, messages_left_out
 from areal_megatron.data.examples import Example, Sample
 from areal_megatron.data.pairs import Pair
 from areal_megatron.data.prompts import LeftOut, Prompt, read_prompts
@@ -92,6 +92,7 @@ def _supervised(
     samples = sum(len(item.samples) if isinstance(item, Example) else 2 for item in items)
     yield _titled(f"rows: {len(items)}; {'samples' if config.mode == 'sft' else 'answers'}: {samples}")
     yield from _left_out(left_out, refuses)
+    yield from messages_left_out(key, items, config.sft.max_tokens)
     yield from doubts_about_items(key, items)
 
 

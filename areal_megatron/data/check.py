@@ -7,7 +7,7 @@ from typing import Any
 
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.data.contamination import PHRASE, Overlap, compare
-from areal_megatron.data.doubts import doubts, doubts_about_items
+from areal_megatron.data.doubts import doubts, doubts_about_items, messages_left_out
 from areal_megatron.data.drawing import Member
 from areal_megatron.data.examples import Example
 from areal_megatron.data.files import sources
@@ -156,11 +156,8 @@ def _read_items(
     left_out = LeftOut.none()
     items = read_items(config, key, tokenizer, left_out)
     _say_left_out(key, left_out, len(items), say)
-    if cut := [item for item in items if isinstance(item, Example) and item.cut]:
-        say(
-            f"warning: data.{key}: {sum(item.cut for item in cut)} trained messages in {len(cut)} rows are beyond "
-            f"sft.max_tokens={config.sft.max_tokens} and left out, such as in {cut[0].where}"
-        )
+    for line in messages_left_out(key, items, config.sft.max_tokens):
+        say(f"warning: {line}")
     return items
 
 

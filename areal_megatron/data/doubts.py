@@ -79,6 +79,16 @@ def doubts_about_items(key: str, items: Sequence[Example] | Sequence[Pair]) -> l
     ]
 
 
+def messages_left_out(key: str, items: Sequence[Example] | Sequence[Pair], most: int) -> list[str]:
+    """Returns a line if samples of `most` tokens leave trained messages out."""
+    cut = [item for item in items if isinstance(item, Example) and item.cut]
+    return [
+        f"data.{key}: {sum(item.cut for item in cut)} trained messages in {len(cut)} rows are beyond "
+        f"sft.max_tokens={most} and left out, such as in {item.where}"
+        for item in cut[:1]
+    ]
+
+
 def says_nothing(text: str) -> bool:
     """Whether a text is no more than a word for a missing value, or has no letter, digit or mathematical symbol."""
     bare = " ".join(_AROUND.sub(" ", text).split()).casefold().rstrip(".!")

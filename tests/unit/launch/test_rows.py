@@ -96,6 +96,7 @@ def test_what_is_trained_of_a_conversation_is_in_colour(show, tmp_path, monkeypa
     trained = ["2<eos>", "4<eos>"]
     assert [part.split("\n")[1] for part in out.split("---") if part.startswith(" trained")] == trained
     assert "rows: 1; samples: 1" in out and "1 × longer than sft.max_tokens=60, such as" in out
+    assert "1 trained messages in 1 rows are beyond sft.max_tokens=30" in show([row], keys[0], "sft.max_tokens=30")[1]
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm-256color")
     code, out, _ = show([row], *keys)
