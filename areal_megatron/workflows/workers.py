@@ -109,6 +109,8 @@ class EpisodeWorkers:
                 return await worker.run(sampling, spec, scorer)
             except _WorkerDiedError as e:
                 problem = str(e)
+                # the engine may still be ending the requests that were withdrawn
+                spec = replace(spec, request_id=f"{spec.request_id}-again")
             except _NotSentError as e:
                 problem = str(e)
                 log.warning("%s", printable(problem, 500))

@@ -198,6 +198,8 @@ def test_a_worker_that_dies_costs_its_episodes_a_retry(tmp_path, monkeypatch):
     pool = Pool(tmp_path, monkeypatch, "dies_once")
     found, counts = pool.run()
     assert all(one.score.correct for one in found) and (tmp_path / "died").exists()
+    asked = [call.request_id for call in pool.world.client.calls]
+    assert len(asked) == len({*asked}) > 2
     assert counts["workflow_deaths"] == 1 and not counts["workflow_failures"]
 
 
