@@ -99,8 +99,8 @@ def _found(module: str, name: str) -> Any:
 
 
 def _paths(roots: list[Path]) -> list[str]:
-    """Returns a line that has modules of these folders found, after all others: such as those beside a script that is
-    started from another folder."""
+    """Returns a line by which modules in these folders are found too, after all others: for a script that is started
+    from elsewhere."""
     folders = [str(root) for root in dict.fromkeys(roots)]
     return [f"__import__('sys').path.extend({folders!r})"] if folders else []
 

@@ -180,6 +180,7 @@ READERS = {
         lambda text: formats.check_text_alone({"a": [{"content": [{"type": text, "text": text}]}]}, "x:1"),
         lambda text: quietly(formats.check_text_alone, {"image": text}, "x:1"),
     ],
+    formats.with_system: [lambda text: formats.with_system({"system": text}, text, "x:1")],
     formats.prompt_of: [lambda text: formats.prompt_of({"prompt": text}, "x:1")],
     formats.read_item: [
         lambda text: quietly(formats.read_item, {"prompt": text, "answer": text}, "x:1", [0]),

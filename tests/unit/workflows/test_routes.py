@@ -139,7 +139,7 @@ def test_tokens_of_several_turns_keep_the_routes_of_the_turn_that_first_saw_them
     expected = np.concatenate([routes_of(range(*calls[0]), 0), routes_of(range(*calls[1]), 1)]).reshape(-1)
 
     group = Group(number=1, epoch=0, prompt_id=7, admission_version=0, engine=0, deadline=1)
-    trajectory = _sample(group, 1, 0, ended.context, [], ended.score)
+    trajectory = _sample(group, 1, 0, ended, [])
     sent = decoder(type(trajectory)).decode(encoder().encode(trajectory))
     np.testing.assert_array_equal(sent.routes, expected)
     assert sent.routes.dtype == np.uint8
