@@ -144,7 +144,7 @@ def test_a_run_that_is_killed_and_stopped_goes_on(local_run, world, tmp_path):
 
     # No bound that is reached: answers of several groups are always under way, however slow trainers are.
     settings += ["rollout.max_staleness=100", "rollout.max_running=32"]
-    for stops in (1, 2, 3):  # an engine may be asked to stop just when none of its answers has begun
+    for stops in (1, 2, 3):  # an engine may be asked to stop just when few of its answers have begun
         begun = time.time()
         # Each version is exported: whichever is sampled from when the run stops can be compared with.
         stopped = local_run("killed", *settings, "checkpoint.every=1", "trainer.dp=2", "machine.slots=3")
@@ -155,7 +155,7 @@ def test_a_run_that_is_killed_and_stopped_goes_on(local_run, world, tmp_path):
         assert "resuming from" in stopped.output
         kept_by = complete(run)[-1]
         kept_state = read(kept_by / "controller.msgpack")
-        if any(map(has_begun, chain(*(group.answers for group in kept_state.resumable.values())))):
+        if sum(map(has_begun, chain(*(group.answers for group in kept_state.resumable.values())))) >= 8:
             break
     refused = local_run("killed", *settings, f"data.train={with_an_edited_row(world)}", output="refused")
     assert refused.wait() == 2 and run.incarnation == stops
@@ -164,7 +164,8 @@ def test_a_run_that_is_killed_and_stopped_goes_on(local_run, world, tmp_path):
     # Those that were admitted first are trained first: this many updates reach the interrupted ones behind all others.
     before = kept_state.schedule.finished + kept_state.schedule.interrupted
     last = len(trained(run)) + len(before) // 8 + 3
-    again = local_run("killed", *settings, f"updates={last}", "trainer.tp=2", "machine.slots=3")
+    settings += ["checkpoint.every=1", "trainer.tp=2", "machine.slots=3"]
+    again = local_run("killed", *settings, f"updates={last}")
     assert again.wait() == 0, again.output
     assert f"{last} of {last} updates done" in again.output
     assert "resuming from" in again.output
