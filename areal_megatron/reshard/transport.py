@@ -209,11 +209,7 @@ class Link:
         return self._send(flat, peer, self._next_tag(peer), f"what is new for engine rank {engine_rank}", deadline)
 
     def _send(self, flat: Tensor, peer: int, tag: int, what: str, deadline: Deadline) -> Message:
-        def issue() -> Any:
-            self.carrier.wait_for_receiver(peer, tag, deadline)
-            return self.carrier.send(flat, peer, tag)
-
-        return self._post(peer, f"send {what}", issue, deadline)
+        return self._post(peer, f"send {what}", lambda: self.carrier.send(flat, peer, tag, deadline), deadline)
 
     def receive(self, flat: Tensor, bucket: Bucket, deadline: Deadline) -> Message:
         """Receives a bucket from its trainer rank, as soon as earlier messages leave room for it.

@@ -166,12 +166,9 @@ class Carrier(ABC):
         """Returns which messages are in one queue with those to or from `peer`."""
         return peer
 
-    def wait_for_receiver(self, peer: int, tag: int, deadline: Deadline) -> None:
-        """Returns when a message may be sent to `peer`. Raises RuntimeError, after which the carrier is unusable."""
-        return
-
-    def send(self, flat: Tensor, peer: int, tag: int) -> Any:
-        """Sends a flat tensor, which must not change before the end of `wait`. Returns what `wait` takes."""
+    def send(self, flat: Tensor, peer: int, tag: int, deadline: Deadline) -> Any:
+        """Sends a flat tensor, which must not change before the end of `wait`. Returns what `wait` takes; some carriers
+        do so once the peer receives, by the deadline."""
         return self.group.send([flat], peer, tag)
 
     def receive(self, flat: Tensor, peer: int, tag: int) -> Any:

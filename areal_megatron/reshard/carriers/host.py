@@ -34,11 +34,11 @@ class ThroughHost(Carrier):
         self.wires: dict[int, deque[Tensor]] = defaultdict(deque)
         """Buffers of the host for each peer, used in turns."""
 
-    def send(self, flat: Tensor, peer: int, tag: int) -> _Copied:
+    def send(self, flat: Tensor, peer: int, tag: int, deadline: Deadline) -> _Copied:
         wire = self._wire(peer, flat)  # filled while the message before is still on its way
         wire.copy_(flat, non_blocking=True)
         settle(self.end.device)
-        return _Copied(super().send(wire, peer, tag))
+        return _Copied(super().send(wire, peer, tag, deadline))
 
     def receive(self, flat: Tensor, peer: int, tag: int) -> _Copied:
         settle(self.end.device)  # what this buffer held may still be on its way to its place

@@ -90,15 +90,13 @@ class Nccl(Carrier):
     def queue(self, peer: int) -> int:
         return 0
 
-    def wait_for_receiver(self, peer: int, tag: int, deadline: Deadline) -> None:
+    def send(self, flat: Tensor, peer: int, tag: int, deadline: Deadline) -> dist.Work:
         self._posted.wait(self._posted.receive(_POSTED, peer, tag), deadline)
-
-    def send(self, flat: Tensor, peer: int, tag: int) -> dist.Work:
         return self._live().send([flat], peer, tag)
 
     def receive(self, flat: Tensor, peer: int, tag: int) -> dist.Work:
         work = self._live().recv([flat], peer, tag)
-        self._posted.send(_POSTED, peer, tag)
+        self._posted.send(_POSTED, peer, tag, Deadline(self.end.timeout_s))
         return work
 
     def _live(self) -> Any:  # of a ProcessGroupNCCL torch's stubs know neither send nor recv
