@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
 import sys
 import threading
@@ -84,11 +85,12 @@ class Rank:
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Rank:
-        """Reads the variables. Raises ConfigError if one is missing or no number, or a node has several processes."""
+        """Reads the variables. Raises ConfigError if one is missing or no such number, or a node has several
+        processes."""
         found = {}
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
             text = environment.get(name, "0" if name == "LOCAL_RANK" else "")
-            if not text.isascii() or not text.isdecimal():
+            if not re.fullmatch(r"[0-9]{1,6}", text):
                 raise ConfigError(
                     f"{name}={text}: areal_megatron.launch.ranks needs RANK and WORLD_SIZE, as torchrun and jobs of "
                     "Kubernetes set them; on one machine use areal train"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import operator
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -18,6 +20,8 @@ from areal_megatron.protocol import GivePrompt
 LOSS_SETTINGS = ("objective", "clip_low", "clip_high", "dual_clip")
 """Keys of the section ppo that a call may give another value."""
 SEED_BITS = 62
+MOST_ANSWERS = 16384
+"""To one prompt at once: what vLLM takes unless VLLM_MAX_N_SEQUENCES says otherwise."""
 
 
 def answer_settings(
@@ -26,7 +30,7 @@ def answer_settings(
     """Returns how answers are asked for, without a prompt yet, within the bounds that vLLM has: one at temperature 0,
     where all would be equal."""
     temperature = number(temperature, "temperature", 0, 2)
-    n = whole(n, "n", 1)
+    n = whole(n, "n", 1, MOST_ANSWERS)
     return GivePrompt(
         tokens=[],
         n=n if temperature else 1,
@@ -48,6 +52,22 @@ def whole(value: Any, name: str, low: int, high: int = 2**31 - 1) -> int:
     if found is None or not low <= found <= high:
         raise ConfigError(f"{name}: must be a whole number from {low} to {high}, is {value!r}")
     return found
+
+
+def path(value: Any, name: str) -> Path:
+    """Returns a path that a file may have."""
+    if not isinstance(value, str | os.PathLike) or "\0" in str(value):
+        raise ConfigError(f"{name}: must be a path, is {value!r}")
+    return Path(value)
+
+
+def text(value: str, where: str) -> str:
+    """Returns a text that has bytes."""
+    try:
+        value.encode()
+    except UnicodeEncodeError as e:
+        raise ConfigError(f"{where}: \\u{ord(value[e.start]):04x} is half of a character") from None
+    return value
 
 
 def number(value: Any, name: str, low: float, high: float = math.inf) -> float:
@@ -98,6 +118,13 @@ def of_tokens(value: Any, length: int, where: str, kinds: str = "fiu", dtype: ty
     if not np.isfinite(found).all():
         raise ConfigError(f"{where}: must be finite")
     return found
+
+
+def routes(value: Any, where: str) -> np.ndarray:
+    """Returns the experts of tokens, as an answer has them: anything else would be no message to the controller."""
+    if not isinstance(value, np.ndarray) or value.ndim != 1 or value.dtype not in (np.uint8, np.uint16):
+        raise ConfigError(f"{where}: must be those of an answer, an array of uint8 or uint16, or left out")
+    return value
 
 
 def loss_settings(given: Mapping[str, Any]) -> dict[str, float | str]:

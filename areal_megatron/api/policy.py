@@ -175,7 +175,7 @@ class Policy:
         max_tokens = rollout.max_new_tokens if max_tokens is None else max_tokens
         temperature = rollout.temperature if temperature is None else temperature
         stop_tokens = self.tokenizer.stop_tokens if stop_tokens is None else stop_tokens
-        n = given.whole(n, "n", 1)
+        n = given.whole(n, "n", 1, given.MOST_ANSWERS)
         seed = secrets.randbits(given.SEED_BITS - 1) if seed is None else seed
         drawn = given.answer_settings(n, max_tokens, temperature, top_p, top_k, stop_tokens, seed)
         asked = self._all_tokens(prompts, "prompt")
@@ -248,7 +248,7 @@ class Policy:
 
     def load(self, checkpoint: str | Path) -> None:
         """Brings trainers to a checkpoint of this model, as a new version; `publish` brings it to the engines."""
-        self._ask(LoadVersion(str(Path(checkpoint).absolute())))
+        self._ask(LoadVersion(str(given.path(checkpoint, "checkpoint").absolute())))
 
     def turn_to(self, adapter: int, new: bool = False) -> None:
         """Has what follows train, look at, save, load and publish another of lora.adapters adapters, counted from 0,
@@ -263,7 +263,7 @@ class Policy:
     def save_adapter(self, folder: str | Path) -> Path:
         """Writes the adapter that is trained as PEFT's folder, which must not be there yet, and returns it. `sample`
         and `score` use it as long as it is there."""
-        folder = Path(folder).absolute()
+        folder = given.path(folder, "folder").absolute()
         if not self.config.has_adapters:
             raise ConfigError("lora.rank: there is no adapter to save: give its rank")
         if folder.exists():
@@ -417,13 +417,13 @@ class Policy:
             loss_mask=mask.astype(np.uint8),
             reward=0.0,
             truncated=sample.finish_reason == "length",
-            routes=sample.routes,
+            routes=given.routes(sample.routes, f"{where}: routes"),
         )
 
     def _adapter_folder(self, adapter: str | Path) -> str:
         if not adapter:
             return ""
-        folder = Path(adapter).absolute()
+        folder = given.path(adapter, "adapter").absolute()
         if not self.config.engines_adapt:
             raise ConfigError("adapter: engines apply adapters with lora.rank, and without lora.merge, alone")
         if not (folder / "adapter_config.json").is_file():
@@ -435,6 +435,8 @@ class Policy:
         for place, prompt in enumerate(given.several(prompts, f"{what}s", dict)):
             if isinstance(prompt, Mapping):
                 raise ConfigError(f"{what} {place}: is one message: a conversation is a list of them")
+            if isinstance(prompt, str):
+                given.text(prompt, f"{what} {place}")
             if isinstance(prompt, str) or (np.ndim(prompt) == 1 and len(prompt) and isinstance(prompt[0], Mapping)):
                 [tokens] = self.tokenizer.prompts([cast(str | Chat, prompt)])
             else:

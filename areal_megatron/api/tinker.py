@@ -24,6 +24,7 @@ import msgspec
 import numpy as np
 from aiohttp import web
 
+from areal_megatron.api import given as taken
 from areal_megatron.api import tinker_wire
 from areal_megatron.api.policy import Policy, Response
 from areal_megatron.api.run import RunFailed
@@ -129,7 +130,7 @@ class TinkerServer:
             if route not in self._routes:
                 return _error(404, f"{request.path}: this server does not have that, see docs/tinker.md")
             return _reply(self._routes[route](asked))
-        except (ConfigError, ValueError, TypeError, AttributeError) as e:  # of another type than it should be
+        except (ConfigError, ValueError, TypeError, AttributeError, OverflowError) as e:  # of no such type or size
             return _error(422, first_line(e))
         except KeyError as e:
             return _error(422, f"{route}: lacks {e.args[0]}")
@@ -311,7 +312,8 @@ class TinkerServer:
             if chunk.get("type") != "encoded_text":
                 raise ConfigError("prompt: has something else than tokens; here are texts alone")
             prompt += chunk["tokens"]
-        n, given = int(asked.get("num_samples", 1)), asked["sampling_params"]
+        n = taken.whole(asked.get("num_samples", 1), "num_samples", 1, taken.MOST_ANSWERS)
+        given = asked["sampling_params"]
         stop = given.get("stop")
         if stop is not None and (isinstance(stop, str) or any(not isinstance(token, int) for token in stop)):
             raise ConfigError("stop: give token ids; this server does not look for texts")

@@ -149,6 +149,7 @@ def test_ranks_that_disagree_and_wrong_input_are_one_line_on_every_rank(job, wor
         ({}, "RANK=: areal_megatron.launch.ranks needs RANK and WORLD_SIZE"),
         ({"RANK": "0"}, "WORLD_SIZE=: "),
         ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK=-1: "),
+        ({"RANK": "0", "WORLD_SIZE": "100000000"}, "WORLD_SIZE=100000000: "),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 is not below WORLD_SIZE=2"),
         ({"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1"}, "start one process a node"),
     ],

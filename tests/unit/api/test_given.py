@@ -55,6 +55,7 @@ def test_tokens_are_not_wrapped(value):
     ("changed", "problem"),
     [
         ({"n": 0}, "n: must be a whole number from 1"),
+        ({"n": 10**7}, "n: must be a whole number from 1 to 16384"),
         ({"n": 2.0}, "n: must be a whole number"),
         ({"n": True}, "n: must be a whole number"),
         ({"max_tokens": 0}, "max_tokens: must be"),
@@ -129,6 +130,28 @@ def test_values_of_tokens():
 )
 def test_what_is_no_value_of_tokens_is_refused(value, kinds, problem):
     refused(problem, lambda: given.of_tokens(value, 2, "mask", kinds))
+
+
+@pytest.mark.parametrize(
+    ("check", "value", "problem"),
+    [
+        (given.path, None, "^x: must be a path, is None$"),
+        (given.path, 3, "^x: must be a path, is 3$"),
+        (given.path, "a\0", "^x: must be a path, is "),
+        (given.text, "1\ud800", r"^x: \\ud800 is half of a character$"),
+        (given.routes, None, "^x: must be those of an answer"),
+        (given.routes, np.zeros(2), "^x: must be those of an answer"),
+        (given.routes, np.zeros((2, 2), np.uint8), "^x: must be those of an answer"),
+    ],
+)
+def test_what_is_no_path_text_or_route_is_refused(check, value, problem):
+    refused(problem, lambda: check(value, "x"))
+
+
+def test_paths_texts_and_routes(tmp_path):
+    own = np.ones(3, np.uint16)
+    assert given.path(tmp_path, "x") == given.path(str(tmp_path), "x") == tmp_path
+    assert given.text("é", "x") == "é" and given.routes(own, "x") is own
 
 
 @pytest.mark.parametrize("value", ["12+34=", Response([1], [2]), {"role": "user"}, 3])

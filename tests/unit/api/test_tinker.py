@@ -64,6 +64,27 @@ def test_an_adapter_that_is_not_the_servers_is_refused(world, tmp_path, changes,
     assert reply.get("detail", "").startswith(problem) and ("request_id" in reply) == (not problem)
 
 
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"seq_id": float("inf")}, "cannot convert float infinity to integer"),
+        ({"sampling_params": {"temperature": 10**400}}, "int too large to convert to float"),
+        ({"num_samples": 10**9}, "num_samples: must be a whole number from 1 to 16384, is 1000000000"),
+        ({"num_samples": -1}, "num_samples: must be a whole number from 1 to 16384, is -1"),
+    ],
+)
+def test_numbers_without_a_sense_are_refused_at_once(world, tmp_path, changes, problem):
+    async def talk(server, post):
+        session = (await post("create_session"))["session_id"]
+        own = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "model"}
+        name = (await post("create_sampling_session", **own))["sampling_session_id"]
+        prompt = {"chunks": [{"type": "encoded_text", "tokens": [3]}]}
+        asked = {"sampling_session_id": name, "seq_id": 0, "prompt": prompt, "sampling_params": {}}
+        return await post("asample", **asked | changes)
+
+    assert asked(world, tmp_path, talk) == {"detail": problem}
+
+
 def test_the_last_results_are_kept_up_to_a_number_and_a_size(world, tmp_path, monkeypatch):
     monkeypatch.setattr(tinker, "_KEPT_REQUESTS", 3)
     monkeypatch.setattr(tinker, "_KEPT_BYTES", 100)
