@@ -133,7 +133,8 @@ class ConversationRenderer:
         else:
             text = self._ended(text, len(asked), said)
             own = [(len(asked), len(text))]
-        if what := self._not_shown(said, text[own[0][0] if own else len(asked) :], hidden):
+        shown_from = min(len(asked), own[0][0]) if own else len(asked)  # a mark may begin inside what is shown
+        if what := self._not_shown(said, text[shown_from:], hidden):
             raise ConfigError(
                 f"{place} has {what}, and the chat template has no place for it there: take it out, or give the model "
                 "another chat template"

@@ -229,6 +229,24 @@ def test_a_message_of_which_a_template_marks_nothing_is_not_trained(tmp_path):
         read(tmp_path, folder, {"messages": messages[2:4]})
 
 
+def test_a_template_may_mark_a_part_of_what_it_shows_of_a_message(tmp_path):
+    template = """\
+{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' }}
+{%- if message.role == 'assistant' %}{{- '<think>' + message.reasoning_content + '</think>' }}
+{%- generation %}{{- message.content + '<|im_end|>' }}{% endgeneration %}{{- '\\n' }}
+{%- else %}{{- message.content + '<|im_end|>\\n' }}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}"""
+    folder = folder_of(tmp_path / "model", "qwen2.5", template=template)
+    messages = [HI, HELLO, SUM, FIVE]
+    [whole] = read(tmp_path, folder, {"messages": messages})
+    ids, trained = masks(reference(folder), messages)
+    assert rendered(whole) == [(ids, trained)]
+    [cut] = read(tmp_path, folder, {"messages": messages}, max_tokens=trained[-1])
+    end = ids.index(Tokenizer(folder).stop_tokens[0], trained[0]) + 1
+    first = [place for place in trained if place < end]
+    assert rendered(cut) == [(ids[: first[-1] + 1], first)] and cut.cut == 1
+
+
 def test_marks_of_a_template_that_drops_thinking_give_a_sample_for_each_text_that_is_seen(tmp_path):
     folder = folder_of(tmp_path / "model", "qwen3", template=marked(QWEN3))
     library, rows = reference(folder), [*chats(2, thinking=True), [*LONG[:3], SUM, FIVE]]
