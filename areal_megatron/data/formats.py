@@ -159,7 +159,7 @@ def field(row: Row, name: str, kinds: tuple[type, ...], where: str) -> Any:
 def prompt_of(row: Row, where: str) -> str | Chat:
     """Returns the field `prompt`, a text or messages, after the field `system`. Raises ConfigError."""
     prompt = field(row, "prompt", (str, list), where)
-    for number, message in enumerate(prompt if isinstance(prompt, list) else []):
+    for number, message in enumerate(prompt if isinstance(prompt, list) else [], 1):
         if not isinstance(message, dict) or not all(type(message.get(key)) is str for key in ("role", "content")):
             raise ConfigError(f"{where}: message {number} of field 'prompt' needs a text `role` and a text `content`")
     return with_system(row, prompt, where)

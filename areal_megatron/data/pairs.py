@@ -213,7 +213,7 @@ def _digest(number: int, said: Texts | Conversations) -> bytes:
 def _conversation(answer: str | Chat, name: str, where: str) -> Chat:
     """Returns an answer as messages, the last of which is the answer proper; the others are its prompt."""
     if isinstance(answer, list):
-        for number, message in enumerate(answer):
+        for number, message in enumerate(answer, 1):
             if not isinstance(message, dict) or not all(type(message.get(key)) is str for key in ("role", "content")):
                 raise ConfigError(f"{where}: message {number} of {name!r} needs a text `role` and a text `content`")
         return [{"role": message["role"], "content": message["content"]} for message in answer]
