@@ -47,7 +47,9 @@ class RenderedText:
 
     def continued(self, other: RenderedText) -> RenderedText:
         """Returns a text that continues this one, with the trained messages of both."""
-        return RenderedText(other.text, other.hidden, self.messages + other.messages)
+        done = self.messages[-1][-1][1]  # a template may mark several messages as one part
+        new = [[(max(begin, done), end) for begin, end in own if end > done] for own in other.messages]
+        return RenderedText(other.text, other.hidden, self.messages + new)
 
 
 @dataclass(frozen=True)

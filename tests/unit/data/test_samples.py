@@ -247,6 +247,18 @@ def test_a_template_may_mark_a_part_of_what_it_shows_of_a_message(tmp_path):
     assert rendered(cut) == [(ids[: first[-1] + 1], first)] and cut.cut == 1
 
 
+def test_a_mark_around_several_messages_repeats_none(tmp_path):
+    template = """\
+{%- generation %}{% for message in messages %}{{- '<|im_start|>' + message.role + '\\n' }}
+{{- message.content + '<|im_end|>\\n' }}{% endfor %}{% endgeneration %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}"""
+    folder = folder_of(tmp_path / "model", "qwen2.5", template=template)
+    messages = unthinking([HI, HELLO, SUM, FIVE])
+    [example] = read(tmp_path, folder, {"messages": messages})
+    ids, trained = masks(reference(folder), messages)
+    assert rendered(example) == [(ids, trained[1:])]  # nothing is before the first token
+
+
 def test_marks_of_a_template_that_drops_thinking_give_a_sample_for_each_text_that_is_seen(tmp_path):
     folder = folder_of(tmp_path / "model", "qwen3", template=marked(QWEN3))
     library, rows = reference(folder), [*chats(2, thinking=True), [*LONG[:3], SUM, FIVE]]
