@@ -122,7 +122,7 @@ def test_wrong_input_costs_nothing(keys):
             lambda t: policy.forward([of_tokens(t)]),
         ):
             refused("token 999999: the model has 0 to", lambda call=call: call([5, 999999, 7]))
-            refused("token -1: the model has 0 to", lambda call=call: call([5, -1, 7]))
+            refused("has -1, which is no token id", lambda call=call: call([5, -1, 7]))
         refused("and fewer than", lambda: policy.score([[5]]))
         refused("top_k: 21, and engines tell 0 to 20", lambda: policy.score(["1+2="], top_k=21))
         refused("lora.rank: without adapters", lambda: policy.turn_to(0))
