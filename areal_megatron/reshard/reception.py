@@ -29,6 +29,8 @@ from areal_megatron.reshard.staging import Arrival, Shard, Staging
 from areal_megatron.reshard.transport import Link, Message
 
 _ABANDONED = "abandoned by the controller"
+_SAY_S = 0.05
+"""How long the end of a message may wait for the store to have heard why."""
 
 
 class Inlet:
@@ -143,6 +145,10 @@ class Reception:
         self.abandoned = True
         self._deadline.expire()
         if link := self._inlet.link:
+            # first the reason: trainers, whose messages end with the link, tell the controller the first one given
+            saying = threading.Thread(target=link.say_failed, args=(self._number, self._said(_ABANDONED)), daemon=True)
+            saying.start()
+            saying.join(_SAY_S)
             link.abort()
 
     def problem(self) -> str:
@@ -179,7 +185,10 @@ class Reception:
             if isinstance(e, ChangesError):
                 inlet.shard.live.publication = None  # whoever is wrong about it, the next generation begins with all
             self._error = _ABANDONED if self.abandoned else str(e)
-            inlet.break_link(self._number, f"{inlet.name}: update {self._number}: {self._error}")
+            inlet.break_link(self._number, self._said(self._error))
+
+    def _said(self, reason: str) -> str:
+        return f"{self._inlet.name}: update {self._number}: {reason}"
 
     def _receive(self, link: Link) -> None:
         inlet, n = self._inlet, self._number
