@@ -159,10 +159,16 @@ def field(row: Row, name: str, kinds: tuple[type, ...], where: str) -> Any:
 def prompt_of(row: Row, where: str) -> str | Chat:
     """Returns the field `prompt`, a text or messages, after the field `system`. Raises ConfigError."""
     prompt = field(row, "prompt", (str, list), where)
-    for number, message in enumerate(prompt if isinstance(prompt, list) else [], 1):
-        if not isinstance(message, dict) or not all(type(message.get(key)) is str for key in ("role", "content")):
-            raise ConfigError(f"{where}: message {number} of field 'prompt' needs a text `role` and a text `content`")
+    if isinstance(prompt, list):
+        check_messages(prompt, "prompt", where)
     return with_system(row, prompt, where)
+
+
+def check_messages(messages: list, name: str, where: str) -> None:
+    """Raises ConfigError if one of the messages in the field `name` has no text as its role or content."""
+    for number, message in enumerate(messages, 1):
+        if not isinstance(message, dict) or not all(type(message.get(key)) is str for key in ("role", "content")):
+            raise ConfigError(f"{where}: message {number} of {name!r} needs a text `role` and a text `content`")
 
 
 def with_system(row: Row, prompt: str | Chat, where: str) -> str | Chat:

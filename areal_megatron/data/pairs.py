@@ -13,7 +13,16 @@ from areal_megatron.config import ConfigError, DataConfig
 from areal_megatron.data.conversations import Conversation, Message, check_order, given, messages_of, tools_of
 from areal_megatron.data.drawing import digest_of
 from areal_megatron.data.files import Record, records
-from areal_megatron.data.formats import Chat, Row, check_text_alone, field, prompt_of, text_of, with_system
+from areal_megatron.data.formats import (
+    Chat,
+    Row,
+    check_messages,
+    check_text_alone,
+    field,
+    prompt_of,
+    text_of,
+    with_system,
+)
 from areal_megatron.data.prompts import LeftOut
 from areal_megatron.data.samples import ConversationRenderer
 from areal_megatron.data.tokenizer import Tokenizer
@@ -213,9 +222,7 @@ def _digest(number: int, said: Texts | Conversations) -> bytes:
 def _conversation(answer: str | Chat, name: str, where: str) -> Chat:
     """Returns an answer as messages, the last of which is the answer proper; the others are its prompt."""
     if isinstance(answer, list):
-        for number, message in enumerate(answer, 1):
-            if not isinstance(message, dict) or not all(type(message.get(key)) is str for key in ("role", "content")):
-                raise ConfigError(f"{where}: message {number} of {name!r} needs a text `role` and a text `content`")
+        check_messages(answer, name, where)
         return [{"role": message["role"], "content": message["content"]} for message in answer]
     first, *turns = _TURN.split(answer)
     if first or len(turns) < 4:
