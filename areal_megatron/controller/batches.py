@@ -283,7 +283,7 @@ def describe(trajectories: Sequence[Trajectory], version: int) -> dict[str, Any]
         "staleness_histogram": {str(k): staleness[k] for k in sorted(staleness)},
         "token_staleness_histogram": {str(k): int(n) for k, n in enumerate(np.bincount(version - trained)) if n},
         "versions_per_answer_mean": float(np.mean([len(np.unique(t.versions)) for t in trajectories])),
-        "turns_mean": sum(_answers(t.loss_mask) for t in trajectories) / len(episodes),
+        "turns_mean": sum(t.turns for t in trajectories) / len(episodes),
         "samples_per_episode_mean": len(trajectories) / len(episodes),
         "trained_tokens": len(trained),
     }
@@ -319,8 +319,3 @@ def by_environment(trajectories: Sequence[Trajectory], environment_of: Mapping[i
             found[f"accuracy/{name}"] = float(np.mean([t.correct for t in known]))
             found[f"reward_mean/{name}"] = float(np.mean([t.reward for t in known]))
     return found
-
-
-def _answers(loss_mask: np.ndarray) -> int:
-    """The number of runs of trained tokens."""
-    return int(np.count_nonzero(loss_mask[1:] > loss_mask[:-1])) + int(np.count_nonzero(loss_mask[:1]))

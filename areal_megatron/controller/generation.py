@@ -296,6 +296,7 @@ def _sample(group: Group, uid: int, number: int, ended: ScoredEpisode, returns: 
         uid=uid,
         sample=number,
         of_samples=len(ended.samples),
+        turns=context.answers,
         epoch=group.epoch,
         prompt_id=group.prompt_id,
         admission_version=group.admission_version,

@@ -29,6 +29,8 @@ class Trajectory(msgspec.Struct, kw_only=True):
     """Number of this sample in its episode, in the order in which they begin."""
     of_samples: int = 1
     """How many samples its episode has."""
+    turns: int = 1
+    """How many answers of the model it has that are in no sample before it."""
     epoch: int
     prompt_id: int
     """Row of the data set, from 0; (epoch, prompt_id) identifies the group."""
@@ -72,8 +74,8 @@ class Trajectory(msgspec.Struct, kw_only=True):
 
     @property
     def name(self) -> str:
-        """`12` for the first sample of episode 12, `12.1` for the second."""
-        return f"{self.uid}.{self.sample}" if self.sample else str(self.uid)
+        """`12` for the one sample of episode 12; `12.0` for the first of several, `12.1` for the second."""
+        return f"{self.uid}.{self.sample}" if self.of_samples > 1 else str(self.uid)
 
     @property
     def length(self) -> int:

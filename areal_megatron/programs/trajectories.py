@@ -80,7 +80,7 @@ def chosen(place: Path, options: argparse.Namespace) -> Iterator[TrainedTrajecto
         dump = read(path)
         for trajectory in dump.trajectories:
             found = TrainedTrajectory(dump.number, dump.version, trajectory)
-            if options.show not in (None, str(trajectory.uid), trajectory.name):
+            if options.show not in (None, str(trajectory.uid), f"{trajectory.uid}.{trajectory.sample}"):
                 continue
             if options.truncated and (options.truncated == "yes") != trajectory.truncated:
                 continue
@@ -176,15 +176,20 @@ def _returns(t: Trajectory) -> str:
 
 def _legend(t: Trajectory, colour: str, ratios: np.ndarray | None) -> Text:
     if colour == "version":
-        counts = sorted(Counter(t.versions.tolist()).items())
-        parts = [(f"version {v}: {count} tokens", VERSIONS[v % len(VERSIONS)]) for v, count in counts]
+        counts = Counter(dict.fromkeys(t.versions.tolist(), 0))
+        counts.update(t.versions[t.loss_mask == 1].tolist())
+        parts = [(f"version {v}: {count} trained", VERSIONS[v % len(VERSIONS)]) for v, count in sorted(counts.items())]
+        left = len(t.response) - counts.total()
+        parts += [(f"not trained: {left}", "strike")] if left else []
         return Text("  ").join(Text(*part) for part in parts)
     values, ends = (t.logprobs, (LOW_LOGPROB, 0)) if colour == "logprob" else (ratios, (-HIGH_RATIO, HIGH_RATIO))
     assert values is not None
     what = "log-probability" if colour == "logprob" else "log π_model − log π_behav"
-    line = f"{what}: mean {values.mean():.4f}, from {values.min():.4f} to {values.max():.4f}; colours from "
+    line, trained = f"{what}: ", values[t.loss_mask == 1]
+    if len(trained):
+        line += f"mean of trained tokens {trained.mean():.4f}, from {trained.min():.4f} to {trained.max():.4f}; "
     red, other = ("rgb(255,60,60)", "rgb(200,200,200)" if colour == "logprob" else "rgb(80,160,255)")
-    return Text(line).append(f"{ends[0]:g}", red).append(" to ").append(f"{ends[1]:g}", other)
+    return Text(f"{line}colours from ").append(f"{ends[0]:g}", red).append(" to ").append(f"{ends[1]:g}", other)
 
 
 def described(trained: TrainedTrajectory, tokenizer: Tokenizer, ratios: np.ndarray | None) -> dict[str, object]:

@@ -108,7 +108,7 @@ def test_a_line_says_where_and_how_it_was_trained(run, capsys):
 def test_an_episode_of_several_samples_counts_once_and_a_failed_one_not_at_all(run, capsys):
     """As in `reward_mean` of the batch."""
     tokenizer = Tokenizer(trajectories.config_of(run.folder).model.path)
-    own = [answer(tokenizer, 8, "a", sample=k, returns=[(1, -5.0), (1, k / 2)]) for k in range(7)]
+    own = [answer(tokenizer, 8, "a", sample=k, of_samples=7, returns=[(1, -5.0), (1, k / 2)]) for k in range(7)]
     own += [answer(tokenizer, 9, "b", reward=5.0)]
     own += [answer(tokenizer, 10 + k, "c", reward=99.0, failed=True, loss_mask=np.zeros(2, np.uint8)) for k in (0, 1)]
     write(Dump(number=2, version=2, trajectories=own), run.trajectories)
@@ -122,8 +122,9 @@ def test_an_episode_of_several_samples_counts_once_and_a_failed_one_not_at_all(r
     assert found[3]["returns"] == [[1, -5.0], [1, 1.5]] and found[7]["returns"] == []
     shown = listed(capsys, run.folder, "--show", 8)
     assert "reward -5 (returns -5, 1.5), 2 + 2 tokens" in "\n".join(shown)
-    shown = "\n".join(listed(capsys, run.folder, "--show", "8.3"))
-    assert "trajectory 8.3: " in shown and shown.count("trajectory 8") == 1
+    for name in ("8.0", "8.3"):
+        shown = "\n".join(listed(capsys, run.folder, "--show", name))
+        assert f"trajectory {name}: " in shown and shown.count("trajectory 8") == 1
 
 
 def test_the_text_is_whole_whatever_its_tokens_are(model):
@@ -144,7 +145,8 @@ def test_tokens_are_coloured_by_their_version_and_by_how_likely_they_were(run, c
     (found,) = trajectories.chosen(run.folder, trajectories._options([str(run.folder), "--show", "4"]))
     text = trajectories.show(found, tokenizer, "version", None)
     answer = len(text.plain) - len("drei<eos>")
-    assert text.plain.endswith("drei<eos>") and "version 0: 2 tokens  version 1: 3 tokens" in text.plain
+    assert text.plain.endswith("drei<eos>")
+    assert "version 0: 0 trained  version 1: 3 trained  not trained: 2\n" in text.plain
     by_letter = {text.plain[span.start : span.end]: str(span.style) for span in text.spans if span.start >= answer}
     assert by_letter == {"d": "cyan strike", "r": "cyan strike", "e": "yellow", "i": "yellow", "<eos>": "yellow"}
     unlikely, *_, sure = trajectories.styles(found, "logprob", None)
@@ -156,7 +158,8 @@ def test_tokens_are_coloured_by_their_version_and_by_how_likely_they_were(run, c
         "rgb(80,160,255)",
     ]
     shown = listed(capsys, run.folder, "--show", 4, "--colour", "logprob")
-    assert "log-probability: mean -3.0000, from -6.0000 to 0.0000" in shown[2] and shown[-1] == "drdrei<eos>"
+    assert "log-probability: mean of trained tokens -1.5000, from -3.0000 to 0.0000" in shown[2]
+    assert shown[-1] == "drdrei<eos>"
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,18 @@ def test_samples_of_an_episode_carry_its_reward_and_count_once(tmp_path):
     assert described["staleness_histogram"] == {"9": 2} and described["accuracy"] == 1
 
 
+def test_answers_without_a_message_between_them_are_each_a_turn(tmp_path):
+    async def workflow(episode):
+        for _ in range(4):
+            await episode.sample()
+        return 1.0
+
+    ended, _ = sampled(tmp_path, workflow, TEMPLATE, "auto")
+    group = Group(number=3, epoch=0, prompt_id=7, engine=0, admission_version=0, deadline=9)
+    (found,) = _samples(group, 6, ended, 1.0)
+    assert found.loss_mask.all() and describe([found], 9)["turns_mean"] == 4
+
+
 def test_an_episode_that_fails_has_no_trained_token(tmp_path):
     async def workflow(episode):
         await episode.sample()
@@ -103,7 +115,7 @@ def test_an_episode_that_fails_has_no_trained_token(tmp_path):
     (ended,) = asyncio.run(world.sample())
     group = Group(number=0, epoch=0, prompt_id=7, engine=0, admission_version=0, deadline=9)
     found = _samples(group, 0, ended, 1.0)
-    assert len(found) == 2 and all(t.failed and not t.loss_mask.any() for t in found)
+    assert len(found) == 2 and all(t.failed and not t.loss_mask.any() and t.turns == 1 for t in found)
 
 
 def test_a_message_that_leaves_no_room_is_left_out_whichever_sample_it_would_begin(tmp_path):
