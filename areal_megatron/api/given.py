@@ -61,13 +61,12 @@ def path(value: Any, name: str) -> Path:
     return Path(value)
 
 
-def text(value: str, where: str) -> str:
-    """Returns a text that has bytes."""
+def check_text(value: str, where: str) -> None:
+    """Checks that a text has bytes."""
     try:
         value.encode()
     except UnicodeEncodeError as e:
         raise ConfigError(f"{where}: \\u{ord(value[e.start]):04x} is half of a character") from None
-    return value
 
 
 def number(value: Any, name: str, low: float, high: float = math.inf) -> float:

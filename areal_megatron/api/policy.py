@@ -175,7 +175,6 @@ class Policy:
         max_tokens = rollout.max_new_tokens if max_tokens is None else max_tokens
         temperature = rollout.temperature if temperature is None else temperature
         stop_tokens = self.tokenizer.stop_tokens if stop_tokens is None else stop_tokens
-        n = given.whole(n, "n", 1, given.MOST_ANSWERS)
         seed = secrets.randbits(given.SEED_BITS - 1) if seed is None else seed
         drawn = given.answer_settings(n, max_tokens, temperature, top_p, top_k, stop_tokens, seed)
         asked = self._all_tokens(prompts, "prompt")
@@ -187,11 +186,11 @@ class Policy:
                 )
         folder = self._adapter_folder(adapter)
         requests = [
-            replace(drawn, tokens=tokens, seed=(drawn.seed + place * n) % 2**given.SEED_BITS, adapter=folder)
+            replace(drawn, tokens=tokens, seed=(drawn.seed + place * drawn.n) % 2**given.SEED_BITS, adapter=folder)
             for place, tokens in enumerate(asked)
         ]
         replies = self._ask(*requests)
-        pairs, times = zip(asked, replies, strict=True), n // drawn.n
+        pairs, times = zip(asked, replies, strict=True), int(n) // drawn.n
         return [[self._response(tokens, answer) for answer in reply.answers * times] for tokens, reply in pairs]
 
     def score(self, texts: Sequence[Prompt], top_k: int = 0, adapter: str | Path = "") -> list[Likelihood]:
@@ -436,7 +435,7 @@ class Policy:
             if isinstance(prompt, Mapping):
                 raise ConfigError(f"{what} {place}: is one message: a conversation is a list of them")
             if isinstance(prompt, str):
-                given.text(prompt, f"{what} {place}")
+                given.check_text(prompt, f"{what} {place}")
             if isinstance(prompt, str) or (np.ndim(prompt) == 1 and len(prompt) and isinstance(prompt[0], Mapping)):
                 [tokens] = self.tokenizer.prompts([cast(str | Chat, prompt)])
             else:

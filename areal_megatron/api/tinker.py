@@ -24,8 +24,7 @@ import msgspec
 import numpy as np
 from aiohttp import web
 
-from areal_megatron.api import given as taken
-from areal_megatron.api import tinker_wire
+from areal_megatron.api import given, tinker_wire
 from areal_megatron.api.policy import Policy, Response
 from areal_megatron.api.run import RunFailed
 from areal_megatron.api.tinker_losses import samples_of
@@ -312,18 +311,18 @@ class TinkerServer:
             if chunk.get("type") != "encoded_text":
                 raise ConfigError("prompt: has something else than tokens; here are texts alone")
             prompt += chunk["tokens"]
-        n = taken.whole(asked.get("num_samples", 1), "num_samples", 1, taken.MOST_ANSWERS)
-        given = asked["sampling_params"]
-        stop = given.get("stop")
+        n = given.whole(asked.get("num_samples", 1), "num_samples", 1, given.MOST_ANSWERS)
+        settings = asked["sampling_params"]
+        stop = settings.get("stop")
         if stop is not None and (isinstance(stop, str) or any(not isinstance(token, int) for token in stop)):
             raise ConfigError("stop: give token ids; this server does not look for texts")
         keys = {
-            "max_tokens": given.get("max_tokens") or self._policy.config.longest_sequence - len(prompt),
-            "temperature": float(given.get("temperature", 1.0)),
-            "top_p": float(given.get("top_p", 1.0)),
-            "top_k": max(int(given.get("top_k", -1)), 0),
+            "max_tokens": settings.get("max_tokens") or self._policy.config.longest_sequence - len(prompt),
+            "temperature": float(settings.get("temperature", 1.0)),
+            "top_p": float(settings.get("top_p", 1.0)),
+            "top_k": max(int(settings.get("top_k", -1)), 0),
             "stop_tokens": stop,
-            "seed": given.get("seed"),
+            "seed": settings.get("seed"),
         }
         score = self._scorer(asked, prompt)
 
@@ -362,17 +361,17 @@ class TinkerServer:
         return score
 
     def _step(self, asked: dict[str, Any]) -> Answer:
-        given = asked.get("adam_params")
-        if given is None:
+        settings = asked.get("adam_params")
+        if settings is None:
             raise ConfigError("optim_step: this server has Adam, and no other optimizer")
         optimizer = self._policy.config.optimizer
         for key in ADAM:
-            own, wanted = getattr(optimizer, key), given.get(_AT_CLIENTS.get(key, key), ADAM[key])
+            own, wanted = getattr(optimizer, key), settings.get(_AT_CLIENTS.get(key, key), ADAM[key])
             if own != wanted:
                 raise ConfigError(
                     f"optim_step: {key} is {own:g} here, not {wanted:g}: start with optimizer.{key}={wanted:g}"
                 )
-        rate = float(given["learning_rate"])
+        rate = float(settings["learning_rate"])
         return self._in_turn(
             asked["model_id"], int(asked["seq_id"]), lambda: {"metrics": _numbers(self._policy.step(lr=rate))}
         )

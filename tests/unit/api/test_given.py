@@ -138,7 +138,7 @@ def test_what_is_no_value_of_tokens_is_refused(value, kinds, problem):
         (given.path, None, "^x: must be a path, is None$"),
         (given.path, 3, "^x: must be a path, is 3$"),
         (given.path, "a\0", "^x: must be a path, is "),
-        (given.text, "1\ud800", r"^x: \\ud800 is half of a character$"),
+        (given.check_text, "1\ud800", r"^x: \\ud800 is half of a character$"),
         (given.routes, None, "^x: must be those of an answer"),
         (given.routes, np.zeros(2), "^x: must be those of an answer"),
         (given.routes, np.zeros((2, 2), np.uint8), "^x: must be those of an answer"),
@@ -151,7 +151,8 @@ def test_what_is_no_path_text_or_route_is_refused(check, value, problem):
 def test_paths_texts_and_routes(tmp_path):
     own = np.ones(3, np.uint16)
     assert given.path(tmp_path, "x") == given.path(str(tmp_path), "x") == tmp_path
-    assert given.text("é", "x") == "é" and given.routes(own, "x") is own
+    given.check_text("é", "x")
+    assert given.routes(own, "x") is own
 
 
 @pytest.mark.parametrize("value", ["12+34=", Response([1], [2]), {"role": "user"}, 3])
