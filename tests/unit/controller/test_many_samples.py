@@ -96,12 +96,14 @@ class RandomRun:
 
     def episode(self, group, uid):
         reward = float(self.random.integers(0, 2))
-        for sample in range(int(self.random.integers(1, 8))):
+        samples = int(self.random.integers(1, 8))
+        for sample in range(samples):
             prompt = self.random.integers(0, 90, int(self.random.integers(1, 30)), np.int32)
             length = int(self.random.integers(1, 40))
             yield Trajectory(
                 uid=uid,
                 sample=sample,
+                of_samples=samples,
                 epoch=group.epoch,
                 prompt_id=group.prompt_id,
                 admission_version=group.admission_version,
