@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import reprlib
 import ssl
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
@@ -203,6 +204,8 @@ class Episode:
         if not self.context.answered:
             raise RuntimeError("say: there is no answer yet that it could follow")
         new = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+        if not isinstance(new, list | tuple):
+            raise TypeError(f"say: takes a text or a list of messages, not {reprlib.repr(messages)}")
         conversation = [*self._messages, {"role": "assistant", "content": self.text}, *new]
         self.context = self.followed(self.context, self.next_prompt(self.context, conversation, len(self._messages)))
         self._messages = conversation

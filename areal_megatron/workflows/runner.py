@@ -8,7 +8,6 @@ import reprlib
 from dataclasses import replace
 
 from areal_megatron.config import Config, ConfigError
-from areal_megatron.data.prompts import Prompt
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.process.errors import printable, told, worth_a_line
 from areal_megatron.process.lateness import pauses
@@ -117,7 +116,8 @@ class EpisodeRunner:
             problem, episode.discount = f"its discount is {reprlib.repr(episode.discount)}", 1.0
         episode.discount = float(episode.discount)  # such as NumPy's, which no message has
         if problem:
-            self._tell_failure(episode.prompt, problem, bool(episode.answers))
+            prompt = episode.prompt
+            self._tell_failure(f"{prompt.where or f'prompt {prompt.id}'}: {problem}", bool(episode.answers))
         self._answered |= episode.answers > 0
         return scores, problem
 
@@ -158,10 +158,11 @@ class EpisodeRunner:
         numbers = tuple(tuple(place[id(s)] for s in sample.segments if s.sampled) for sample in samples)
         return ScoredEpisode(samples, found.failed_by(problem) if problem else found, numbers)
 
-    def _tell_failure(self, prompt: Prompt, problem: str, answered: bool) -> None:
+    def _tell_failure(self, problem: str, answered: bool) -> None:
+        """`problem`: with its row."""
         self._failed_tries += 1
         if worth_a_line(self._failed_tries):
-            log.warning("workflow failure %d, prompt %d: %s", self._failed_tries, prompt.id, problem)
+            log.warning("workflow failure %d, %s", self._failed_tries, problem)
         self._failures_without_answer += not answered
         if self._failures_without_answer >= self._patience and not self._answered:
             raise ConfigError(

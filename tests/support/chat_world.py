@@ -186,7 +186,7 @@ class World:
 
     def prompt(self, text="hi?", answer="right", forced=None):
         (tokens,) = self.tokenizer.prompts([text])
-        return Prompt(id=7, text=text, answer=answer, tokens=tokens, response_tokens=forced)
+        return Prompt(7, text, answer, tokens, response_tokens=forced, where="rows.jsonl:8")
 
     async def sample(self, n=1, seed=100, version=0, **prompt):
         sampling = Sampling(

@@ -225,6 +225,11 @@ async def says_first(episode):
     episode.say("x")
 
 
+async def says_a_number(episode):
+    await episode.sample()
+    episode.say(5)
+
+
 async def nothing(episode):
     return 1.0
 
@@ -257,6 +262,7 @@ async def multiplies(episode):
         (cancels, "it cancelled itself"),
         (hangs, "it neither asked nor ended within rollout.workflow_timeout_s=0.2 s"),
         (says_first, "there is no answer yet"),
+        (says_a_number, "TypeError: say: takes a text or a list of messages, not 5"),
         (nothing, "it ended without an answer of the model"),
     ],
 )
@@ -265,7 +271,8 @@ def test_an_episode_whose_workflow_fails_twice_is_not_trained_and_counted(tmp_pa
     ended = run(world, n=2)
     assert not any(one.score.correct or one.score.trained for one in ended)
     assert all(one.score.failed for one in ended)
-    assert world.episodes.failures == 2 and caplog.records[0].getMessage().startswith("workflow failure 1, prompt 7: ")
+    assert world.episodes.failures == 2
+    assert caplog.records[0].getMessage().startswith("workflow failure 1, rows.jsonl:8: ")
     assert re.search(problem, caplog.text), caplog.text
     sampled = [one.context.loss_mask.sum() for one in ended]
     if workflow in (says_first, nothing, makes_an_answer_up):

@@ -2,6 +2,7 @@
 
 import asyncio
 
+import numpy as np
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -179,6 +180,7 @@ def test_the_reward_of_an_episode_is_discounted_back_from_its_end(tmp_path):
         ([1.0, "good", 0.0, 0.0], "returned 'good', expected a finite number"),
         ([1.0, float("nan"), 0.0, 0.0], "returned nan, expected a finite number"),
         ((1.0, 0.5), r"returned (1.0, 0.5): scores of several answers come in a list"),
+        (np.array([1.0, 0.5]), r"returned array([1. , 0.5]): scores of several answers come in a list"),
     ],
 )
 def test_scores_that_do_not_fit_fail_the_episode(tmp_path, result, problem):
