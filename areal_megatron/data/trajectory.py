@@ -87,6 +87,11 @@ class Trajectory(msgspec.Struct, kw_only=True):
         return self.returns or [(int(self.loss_mask.sum()), self.reward)]
 
 
+def trained_by_version(versions: np.ndarray, loss_mask: np.ndarray) -> dict[int, int]:
+    """Returns how many trained tokens of a sample are of each of its versions, in ascending order."""
+    return {v: int(loss_mask[versions == v].sum()) for v in np.unique(versions).tolist()}
+
+
 def checksum(tokens: Sequence[int] | np.ndarray) -> int:
     """Returns the CRC-32 of tokens as int32, little-endian."""
     return zlib.crc32(np.asarray(tokens, "<i4").tobytes())

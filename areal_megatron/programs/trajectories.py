@@ -16,7 +16,6 @@ import argparse
 import json
 import signal
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -32,7 +31,7 @@ from areal_megatron.config import Config, ConfigError, config_file
 from areal_megatron.data.dumps import dumped, read
 from areal_megatron.data.pieces import pieces
 from areal_megatron.data.tokenizer import Tokenizer
-from areal_megatron.data.trajectory import Trajectory
+from areal_megatron.data.trajectory import Trajectory, trained_by_version
 from areal_megatron.hub import hub
 from areal_megatron.process.errors import first_line
 from areal_megatron.process.shown import escaped, guard
@@ -176,10 +175,9 @@ def _returns(t: Trajectory) -> str:
 
 def _legend(t: Trajectory, colour: str, ratios: np.ndarray | None) -> Text:
     if colour == "version":
-        counts = Counter(dict.fromkeys(t.versions.tolist(), 0))
-        counts.update(t.versions[t.loss_mask == 1].tolist())
-        parts = [(f"version {v}: {count} trained", VERSIONS[v % len(VERSIONS)]) for v, count in sorted(counts.items())]
-        left = len(t.response) - counts.total()
+        counts = trained_by_version(t.versions, t.loss_mask)
+        parts = [(f"version {v}: {count} trained", VERSIONS[v % len(VERSIONS)]) for v, count in counts.items()]
+        left = len(t.response) - sum(counts.values())
         parts += [(f"not trained: {left}", "strike")] if left else []
         return Text("  ").join(Text(*part) for part in parts)
     values, ends = (t.logprobs, (LOW_LOGPROB, 0)) if colour == "logprob" else (ratios, (-HIGH_RATIO, HIGH_RATIO))

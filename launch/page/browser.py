@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from areal_megatron.config import Config, ConfigError
 from areal_megatron.data.dumps import dumped, read
 from areal_megatron.data.pieces import pieces
 from areal_megatron.data.tokenizer import Tokenizer
-from areal_megatron.data.trajectory import Trajectory, decoder
+from areal_megatron.data.trajectory import Trajectory, decoder, trained_by_version
 from areal_megatron.hub import hub
 from areal_megatron.run.folder import RunFolder
 
@@ -31,6 +31,7 @@ class ShownTrajectory(msgspec.Struct, kw_only=True):
 
     uid: int
     sample: int = 0
+    of_samples: int = 1
     epoch: int
     prompt_id: int
     admission_version: int
@@ -104,7 +105,6 @@ class Browser:
         if not 0 <= index < len(dump.trajectories):
             raise ConfigError(f"batch {batch} has {len(dump.trajectories)} trajectories")
         t, tokenizer = dump.trajectories[index], self._tokenizer_of(config)
-        counts = sorted(Counter(t.versions.tolist()).items())
         return _row(index, t, dump.version, tokenizer) | {
             "batch": batch,
             "episode": [
@@ -115,7 +115,7 @@ class Browser:
             "prompt": tokenizer.decode(t.prompt[:PAGE_TOKENS].tolist(), special=True),
             "prompt_tokens": len(t.prompt),
             "prompt_shown": min(len(t.prompt), PAGE_TOKENS),
-            "by_version": counts,
+            "by_version": [*trained_by_version(t.versions, t.loss_mask).items()],
             "from": first,
             "next": first + PAGE_TOKENS if first + PAGE_TOKENS < len(t.response) else None,
             "parts": parts(tokenizer, t, first, PAGE_TOKENS),

@@ -510,7 +510,7 @@ async function showTrajectory(batch, index, from = 0) {
   set("prompt", found.prompt);
   set("prompt-rest", found.prompt_shown < found.prompt_tokens ? `the first ${found.prompt_shown} of ${found.prompt_tokens} tokens` : "");
   by("versions").replaceChildren(...found.by_version.map(([version, count]) =>
-    make("span", { className: `v${version % COLOURS}` }, `■ version ${version}: ${count.toLocaleString("en")} tokens`)));
+    make("span", { className: `v${version % COLOURS}` }, `■ version ${version}: ${count.toLocaleString("en")} trained`)));
   const parts = found.parts.map(([version, trained, text]) =>
     make("span", { className: `v${version % COLOURS}${trained ? "" : " untrained"}`, title: `version ${version}` }, text));
   if (from) by("answer").append(...parts);

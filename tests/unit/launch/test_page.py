@@ -93,9 +93,11 @@ def make(tmp_path, model, updates=12, name="run"):  # noqa: F811
         own[1] = answer(tokenizer, 100 * number + 1, "abcd", versions=versions, loss_mask=mask, correct=True)
         own[2] = answer(tokenizer, 100 * number + 2, "x" * 5000, truncated=True)
         own[3] = answer(tokenizer, 100 * number + 3, HOSTILE, prompt=own[0].response)
-        own[6] = answer(tokenizer, 100 * number + 5, "its second sample", sample=1, reward=3.0)
+        episode = {"uid": 100 * number + 5, "reward": 3.0, "of_samples": 3}
+        own[5] = answer(tokenizer, text=f"answer 5 {HOSTILE}", **episode)
+        own[6] = answer(tokenizer, text="its second sample", sample=1, **episode)
         on = {"prompt": np.concatenate([own[5].prompt, own[5].response, [7, 0]]).astype(np.int32), "versions": versions}
-        own[7] = answer(tokenizer, 100 * number + 5, "goes", sample=2, reward=3.0, returns=[(3, 2.0), (2, -1.5)], **on)
+        own[7] = answer(tokenizer, text="goes", sample=2, returns=[(3, 2.0), (2, -1.5)], **episode, **on)
         write(Dump(number=number, version=number, trajectories=own), run.trajectories)
     places = [Process("controller", "controller", 0, "a1", ())]
     places += [Process("trainer-0", "trainer", 0, "a1", (Slot("a1", 0),))]
@@ -398,7 +400,7 @@ def test_it_is_readable_and_what_models_say_stays_text(tmp_path, model, browser,
         samples = "[...document.querySelectorAll('#samples tr.entry')]"
         page.wait(f"{samples}.length === 3")
         assert page.value(f"{samples}.map(r => [...r.cells].map(c => c.textContent).slice(0, 4))") == [
-            ["105", "3", str(len(f"answer 5 {HOSTILE}<eos>") - 4), "0"],
+            ["105.0", "3", str(len(f"answer 5 {HOSTILE}<eos>") - 4), "0"],
             ["105.2", "2, -1.5", "5", "3–4"],
             ["105.1", "3", "18", "0"],
         ]
