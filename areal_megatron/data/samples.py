@@ -26,7 +26,8 @@ from areal_megatron.data.tokenizer import Tokenizer
 
 _OPENED = re.compile(r"(?:</?[A-Za-z_][\w-]*>\s*)+\Z")
 """Tags with which a template begins the answer."""
-_UNCLOSED = re.compile(r"<([A-Za-z_][\w-]*)>\s*\Z")
+_UNCLOSED = re.compile(r"<([\w-]*(?:think|thought|reason)[\w-]*)>\s*\Z")
+"""The tag with which a template has the model begin to think. Another, such as <assistant>, says who speaks."""
 _TAIL = 128
 """So many characters of a question are looked at for these: searching takes the square of their number."""
 _INLINE = re.compile(r"\s*<think>(.*?)</think>(.*)\Z", re.DOTALL)

@@ -292,8 +292,12 @@ def test_thinking_with_the_words_of_the_answer_is_not_taken_for_it(tmp_path):
     [example] = read(tmp_path, folder, {"messages": [HI, same]})
     said = "<s><｜User｜>Hi<｜Assistant｜><think>\n⟦5\n</think>\n\nIt is 5<｜end▁of▁sentence｜>⟧"
     assert rendered(example) == [by_hand(folder, said)]
-    with pytest.raises(ConfigError, match=r"rows.jsonl:1: message 2 has thinking, and the chat template has no place"):
-        read(tmp_path, folder_of(tmp_path / "model", "llama3.1"), {"messages": [HI, same]})
+    speakers = "{% for m in messages %}<{{ m.role }}>{{ m.content + '</s>' }}{% endfor %}"
+    speakers += "{% if add_generation_prompt %}<assistant>{% endif %}"
+    for template in (None, speakers):
+        folder = folder_of(tmp_path / "model", "llama3.1", template)
+        with pytest.raises(ConfigError, match="message 2 has thinking, and the chat template has no place for it"):
+            read(tmp_path, folder, {"messages": [HI, same]})
 
 
 def test_many_tags_in_a_message_take_no_longer_than_other_texts(tmp_path):
