@@ -23,9 +23,10 @@ from areal_megatron.controller.changed import Changed
 from areal_megatron.controller.engine import Engine
 from areal_megatron.controller.fleet import Fleet
 from areal_megatron.controller.service import Refusal, Service
-from areal_megatron.data.trajectory import LossPart
+from areal_megatron.data.routes import Routing
+from areal_megatron.data.trajectory import LossPart, Trajectory
 from areal_megatron.engine.client import Completion, EngineClient, EngineError, RequestRefused, ScoredText
-from areal_megatron.models.architecture import read_config
+from areal_megatron.models.architecture import architecture, read_config
 from areal_megatron.models.flops import SequenceFlops
 from areal_megatron.observe.background import close_all
 from areal_megatron.observe.metrics import MetricsWriter, StatusWriter
@@ -102,6 +103,10 @@ class Driven:
         self._serving, self._changed = Serving(self._version), Changed()
         described = read_config(config.model.path)
         self._flops, self._vocabulary = SequenceFlops.of(described), described["vocab_size"]
+        sizes = architecture(described).dimensions
+        self._routing = (
+            Routing(sizes.layers, sizes.experts, described["num_experts_per_tok"]) if sizes.experts else None
+        )
         self._fleet = Fleet(config, run, described, self._serving, self._changed, events=self)
         self._service = Service(address(config.machine.host), run.keys, self._handle)
         self._metrics, self._status = MetricsWriter(run), StatusWriter(run)
@@ -218,6 +223,7 @@ class Driven:
                     self._news.notify()
             case GiveSamples():
                 self._check(*(sample.prompt for sample in message.samples), *(s.response for s in message.samples))
+                self._check_routes(message.samples)
                 return await self._compute(message)
             case TakeStep():
                 return await self._step(message)
@@ -240,6 +246,14 @@ class Driven:
         for extreme in (tokens.min(), tokens.max()):
             if not 0 <= extreme < self._vocabulary:
                 raise ConfigError(f"token {extreme}: the model has 0 to {self._vocabulary - 1}")
+
+    def _check_routes(self, samples: Sequence[Trajectory]) -> None:
+        """Raises ConfigError for routes that would end the trainers."""
+        if self._routing is None:
+            return
+        for sample in samples:
+            if problem := self._routing.problem(sample):
+                raise ConfigError(f"sample {sample.uid}: routes: {problem}")
 
     async def _compute(self, message: GiveSamples) -> ProgramReply:
         async with self._turn:

@@ -12,13 +12,13 @@ from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from areal_megatron.data.routes import UNKNOWN, Routing
 from areal_megatron.data.trajectory import Trajectory
 from areal_megatron.models.flops import SequenceFlops
 from areal_megatron.packing.row import TokenRow, View, divide
 from areal_megatron.trainer.attention import Packed
 from areal_megatron.trainer.copies import to_device
 from areal_megatron.trainer.parallel import context_parallel_group
-from areal_megatron.trainer.routing import UNKNOWN, Routing
 
 _NONE = np.zeros(0, np.int64)
 

@@ -32,7 +32,7 @@ from areal_megatron.trainer.parallel import Parallel
 from areal_megatron.trainer.rate_limit import RateLimit
 from areal_megatron.trainer.reference import Reference
 from areal_megatron.trainer.residual import Residual
-from areal_megatron.trainer.routing import Routing, balances
+from areal_megatron.trainer.routing import balances, routing_of
 from areal_megatron.trainer.token_sums import TokenSums
 from areal_megatron.trainer.update_size import UpdateSize
 
@@ -108,7 +108,7 @@ class PPO:
         self._parallel, self._part, self._timeline = parallel, part, timeline
         self._objective = Objective(policy_of(policy.chunks), vocabulary, config.ppo, config.rollout.max_staleness)
         self._algorithm = ALGORITHMS[config.ppo.algorithm]
-        self._routing = Routing.of(policy.chunks[0].config)
+        self._routing = routing_of(policy.chunks[0].config)
         self._balances_experts = balances(policy.chunks[0].config)
         self._residual = Residual(policy.chunks)
         self._limit = RateLimit(config, policy.optimizer, parallel)

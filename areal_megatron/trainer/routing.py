@@ -9,11 +9,9 @@ learning.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -24,48 +22,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-from areal_megatron.config import ConfigError
-from areal_megatron.data.trajectory import Trajectory
+from areal_megatron.data.routes import UNKNOWN, Routing
 from areal_megatron.trainer.parallel import tensor_parallel_group
 
-UNKNOWN = -1
-"""The number of no expert: the router chooses."""
 
-
-@dataclass(frozen=True)
-class Routing:
-    """The dimensions of a model's routes."""
-
-    layers: int
-    experts: int
-    chosen: int
-    """The number of experts that a layer sends a token to (k)."""
-
-    @classmethod
-    def of(cls, config: TransformerConfig) -> Routing | None:
-        if not config.num_moe_experts:
-            return None
-        return cls(config.num_layers, config.num_moe_experts, config.moe_router_topk)
-
-    def joined(self, trajectories: Sequence[Trajectory]) -> np.ndarray | None:
-        """Returns the routes of all tokens, int16 [tokens, layers, k], or None if no token has any.
-
-        They are UNKNOWN at tokens without routes. Raises ConfigError for routes of another model.
-        """
-        if not any(len(t.routes) for t in trajectories):
-            return None
-        joined = np.full((sum(t.length for t in trajectories), self.layers, self.chosen), UNKNOWN, np.int16)
-        start = 0
-        for t in trajectories:
-            rows, rest = divmod(len(t.routes), self.layers * self.chosen)
-            if rest or rows > t.length or t.routes.max(initial=0) >= self.experts:
-                raise ConfigError(
-                    f"trajectory {t.uid}: {len(t.routes)} expert numbers for {t.length} tokens are of another "
-                    f"model: this one has {self.layers} layers that choose {self.chosen} of {self.experts}"
-                )
-            joined[start : start + rows] = t.routes.reshape(rows, self.layers, self.chosen)
-            start += t.length
-        return joined
+def routing_of(config: TransformerConfig) -> Routing | None:
+    if not config.num_moe_experts:
+        return None
+    return Routing(config.num_layers, config.num_moe_experts, config.moe_router_topk)
 
 
 class RouteOverride:
