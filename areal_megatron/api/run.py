@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from areal_megatron.api.functions import import_path
-from areal_megatron.checkpoint.folder import complete
+from areal_megatron.checkpoint.folder import complete, held
 from areal_megatron.command import COMMANDS
 from areal_megatron.config import Config, ConfigError, config_file
 from areal_megatron.observe.metrics import MetricsReader, read_status
@@ -175,7 +175,8 @@ class Run:
         if not found:
             has = ", ".join(path.name for path in saved) or "none"
             raise ConfigError(f"{self.folder} has no checkpoint {name or 'yet'}, there are: {has}")
-        self._program("convert", "to-hf", str(found[-1]), str(out), quiet=True).wait()
+        with held(found[-1]):  # also until the program reads it
+            self._program("convert", "to-hf", str(found[-1]), str(out), quiet=True).wait()
         return Path(out)
 
     @property

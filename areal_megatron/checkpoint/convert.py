@@ -16,6 +16,7 @@ from numpy import ndarray
 
 from areal_megatron.checkpoint import peft, torch_dist, tower
 from areal_megatron.checkpoint.disk import BlockBuffers, BoxReader, CheckpointError
+from areal_megatron.checkpoint.folder import held
 from areal_megatron.checkpoint.hf_folder import (
     INDEX,
     SHARD_BYTES,
@@ -66,21 +67,24 @@ def to_hf(
     returns once everything is on the disk; without, a power failure soon after it may leave a folder with holes. Raises
     CheckpointError, or ConfigError for a config.json that is missing or describes no known model.
     """
-    source, description = _open(checkpoint, description, base)
-    config = read_config(description)
-    described = architecture(config)
-    with closing(source):
-        model = hf_tensors(described.canonical, lambda name: described.dtypes.get(name) or dtype or source.dtype(name))
-        total = sum(tensor.nbytes for tensor in model)
-        progress, blocks = _Progress(report, total * (1 + verify)), BlockBuffers()
+    with held(checkpoint):
+        source, description = _open(checkpoint, description, base)
+        config = read_config(description)
+        described = architecture(config)
+        with closing(source):
+            model = hf_tensors(
+                described.canonical, lambda name: described.dtypes.get(name) or dtype or source.dtype(name)
+            )
+            total = sum(tensor.nbytes for tensor in model)
+            progress, blocks = _Progress(report, total * (1 + verify)), BlockBuffers()
 
-        with _new_folder(out, total, sync) as folder:
-            write_model(folder, model, _reader(source, blocks, progress), description, shard_bytes, sync)
-            copy_description(description, folder, model[0].dtype)
-            if verify:
-                result, _ = _open(folder)
-                with closing(result):
-                    compare(source, result, model, blocks, progress)
+            with _new_folder(out, total, sync) as folder:
+                write_model(folder, model, _reader(source, blocks, progress), description, shard_bytes, sync)
+                copy_description(description, folder, model[0].dtype)
+                if verify:
+                    result, _ = _open(folder)
+                    with closing(result):
+                        compare(source, result, model, blocks, progress)
 
 
 def from_hf(
@@ -162,20 +166,21 @@ def to_peft(
 ) -> None:
     """Writes the adapter of a checkpoint as the PEFT folder `out`; else like to_hf. `base`: the folder of the model of
     the adapter, instead of the one that it names."""
-    source, adapter, base = _open_adapter(checkpoint, base)
-    model = architecture(read_config(base))
-    canonical = adapted(model, adapter).canonical
-    with closing(source):
-        tensors = peft.factor_tensors(canonical, dtype or source.dtype(next(iter(canonical))))
-        total = sum(tensor.nbytes for tensor in tensors)
-        progress, blocks = _Progress(report, total * (1 + verify)), BlockBuffers()
+    with held(checkpoint):
+        source, adapter, base = _open_adapter(checkpoint, base)
+        model = architecture(read_config(base))
+        canonical = adapted(model, adapter).canonical
+        with closing(source):
+            tensors = peft.factor_tensors(canonical, dtype or source.dtype(next(iter(canonical))))
+            total = sum(tensor.nbytes for tensor in tensors)
+            progress, blocks = _Progress(report, total * (1 + verify)), BlockBuffers()
 
-        with _new_folder(out, total, sync) as folder:
-            write_file(folder / peft.WEIGHTS, tensors, _reader(source, blocks, progress), sync)
-            peft.write_description(folder, adapter, read_config(base), base)
-            if verify:
-                with closing(peft.PeftFolder(folder, model, adapter)) as result:
-                    compare(source, result, tensors, blocks, progress)
+            with _new_folder(out, total, sync) as folder:
+                write_file(folder / peft.WEIGHTS, tensors, _reader(source, blocks, progress), sync)
+                peft.write_description(folder, adapter, read_config(base), base)
+                if verify:
+                    with closing(peft.PeftFolder(folder, model, adapter)) as result:
+                        compare(source, result, tensors, blocks, progress)
 
 
 def from_peft(

@@ -19,13 +19,14 @@ files say nothing: clocks are set back, and a copy is as old as the copying.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import math
 import os
 import re
 import shutil
 import zlib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -276,16 +277,40 @@ def remove_unfinished(run: RunFolder) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
+@contextlib.contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """A context in which no run removes a checkpoint with `tidy`, if it is one and its file system has locks."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            seal = stack.enter_context(open(folder / _SEAL, "rb"))
+            fcntl.flock(seal, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        yield
+
+
+def _remove(folder: Path) -> None:
+    """Removes a checkpoint, unless it is held."""
+    with contextlib.ExitStack() as stack:
+        try:
+            seal = stack.enter_context(open(folder / _SEAL, "r+b"))  # NFS gives no such lock for reading
+            fcntl.flock(seal, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return
+        except OSError:  # it is damaged, or there are no locks
+            pass
+        removed = set_aside(folder, "removed")
+    shutil.rmtree(removed, ignore_errors=True)
+
+
 def tidy(run: RunFolder, settings: CheckpointConfig, in_use: Collection[Path] = ()) -> None:
     """Removes all but the last `checkpoint.keep` whole checkpoints, anything after them, versions divisible by
-    checkpoint.keep_every, and those `in_use`. Raises Replaced."""
+    checkpoint.keep_every, and those `in_use` or held. Raises Replaced."""
     run.check_current()
     later = 0
     for place, folder in reversed(_ordered(run)):
         version = _version(folder)
         stays = later < settings.keep or folder in in_use
         if not stays and (not settings.keep_every or version % settings.keep_every):
-            shutil.rmtree(set_aside(folder, "removed"), ignore_errors=True)
+            _remove(folder)
         later += place.whole
 
 

@@ -20,9 +20,12 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from areal_megatron.checkpoint import convert as conversion
 from areal_megatron.checkpoint import disk
+from areal_megatron.checkpoint import folder as checkpoint_folder
 from areal_megatron.checkpoint.convert import from_hf, to_hf
 from areal_megatron.checkpoint.disk import CheckpointError
+from areal_megatron.config import CheckpointConfig
 from areal_megatron.programs import convert
+from areal_megatron.run.folder import RunFolder
 from tests.support.reshard_oracle import MODELS, write_model
 from tests.support.saved_tensors import assert_equal, weights
 
@@ -271,6 +274,28 @@ def test_an_end_in_the_middle_leaves_nothing(checkpoint, hf_folder, tmp_path, ha
         with pytest.raises(harm):
             convert_folder(source, tmp_path / "out", report=end)
         assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_checkpoint_is_not_removed_while_it_is_read(models, checkpoint, tmp_path):
+    """Its run goes on meanwhile, and keeps one."""
+    run = RunFolder(tmp_path / "run")
+    run.create()
+    run.begin()
+    for version in (1, 2, 3):
+        shutil.copytree(checkpoint, checkpoint_folder.partial(run, version))
+        checkpoint_folder.seal(run, version, version)
+
+    def tidy(*_):
+        checkpoint_folder.tidy(run, CheckpointConfig(keep=1))
+
+    def there():
+        return [folder.name[-1] for folder in checkpoint_folder.complete(run)]
+
+    to_hf(run.checkpoints / "version-000001", tmp_path / "out", verify=True, report=tidy)
+    assert_equal(weights(tmp_path / "out"), models["qwen3"][1])
+    assert there() == ["1", "3"]
+    tidy()
+    assert there() == ["3"]
 
 
 @pytest.mark.parametrize("direction", ["to-hf", "from-hf"])
