@@ -116,8 +116,8 @@ class EpisodeRunner:
             problem, episode.discount = f"its discount is {reprlib.repr(episode.discount)}", 1.0
         episode.discount = float(episode.discount)  # such as NumPy's, which no message has
         if problem:
-            prompt = episode.prompt
-            self._tell_failure(f"{prompt.where or f'prompt {prompt.id}'}: {problem}", bool(episode.answers))
+            problem = f"{episode.prompt.where or f'prompt {episode.prompt.id}'}: {problem}"
+            self._tell_failure(problem, bool(episode.answers))
         self._answered |= episode.answers > 0
         return scores, problem
 

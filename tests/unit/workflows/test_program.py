@@ -86,7 +86,7 @@ def test_what_it_says_of_an_episode(tmp_path):
         return [(await place.sample(does=one))[0] for one in does]
 
     scored, failed, over = Place(tmp_path, AGENT, turns=3).run(then)
-    assert scored.score.correct and failed.score.failure == "ProgramError: ValueError: broken"
+    assert scored.score.correct and failed.score.failure == "rows.jsonl:8: ProgramError: ValueError: broken"
     assert over.score.score == 0.25 and over.answers == 3
 
 
@@ -96,20 +96,22 @@ def test_a_program_that_ends_is_started_again(tmp_path):
         return [*ended, *await place.sample()]
 
     ended, after = Place(tmp_path, AGENT).run(then)
-    assert ended.score.failure == "ProgramError: rollout.workflow_program ended with code 3" and after.score.correct
+    assert (
+        ended.score.failure.endswith("ProgramError: rollout.workflow_program ended with code 3") and after.score.correct
+    )
 
 
 @pytest.mark.parametrize("says", ["no JSON", '{"episode": 0}', "[]", '{"episode": "0", "reward": 1}', "x" * 2_000_000])
 def test_a_program_that_writes_anything_else_is_ended(tmp_path, says):
     (found,) = Place(tmp_path, RAW).run(lambda place: place.sample(says=says))
     problem = "rollout.workflow_program ended with code -9, having written what is no answer: "
-    assert found.score.failure.startswith(f"ProgramError: {problem}") and len(found.score.failure) < 600
+    assert found.score.failure.startswith(f"rows.jsonl:8: ProgramError: {problem}") and len(found.score.failure) < 600
 
 
 def test_an_answer_that_is_no_reward_fails_the_episode(tmp_path):
     says = '{"episode": NUMBER, "reward": "much"}'
     (found,) = Place(tmp_path, RAW).run(lambda place: place.sample(says=says))
-    assert found.score.failure.startswith("WrongResult: ") and not found.score.trained
+    assert "WrongResult: " in found.score.failure and not found.score.trained
 
 
 def test_an_episode_that_nobody_waits_for_is_cancelled(tmp_path, monkeypatch):

@@ -185,13 +185,13 @@ def test_a_row_that_cannot_be_sent_fails_its_episode(tmp_path, monkeypatch, row)
 
 def test_what_fails_is_counted(tmp_path, monkeypatch):
     found, counts = Pool(tmp_path, monkeypatch, "fails").run()
-    assert all(one.score.failure == "ValueError: broken" and not one.score.trained for one in found)
+    assert all(one.score.failure == "rows.jsonl:8: ValueError: broken" and not one.score.trained for one in found)
     assert counts["workflow_failures"] == 2
 
 
 def test_a_failure_that_is_no_unicode_is_told(tmp_path, monkeypatch):
     found, _ = Pool(tmp_path, monkeypatch, "fails_oddly").run(n=1)
-    assert [one.score.failure for one in found] == [r"ValueError: \ud800"]
+    assert [one.score.failure for one in found] == [r"rows.jsonl:8: ValueError: \ud800"]
 
 
 def test_a_worker_that_dies_costs_its_episodes_a_retry(tmp_path, monkeypatch):
@@ -214,7 +214,7 @@ def test_a_process_that_a_dead_worker_leaves_holds_up_nobody(tmp_path, monkeypat
 
 def test_an_episode_that_ends_every_worker_has_failed(tmp_path, monkeypatch):
     ((found,), counts) = Pool(tmp_path, monkeypatch, "dies").run(n=1)
-    assert found.score.failure == "a workflow ended its process with code 7" and not found.score.trained
+    assert found.score.failure == "rows.jsonl:8: a workflow ended its process with code 7" and not found.score.trained
     assert found.length == 1 and not found.answers
     assert counts["workflow_deaths"] == 3 and counts["workflow_failures"] == 1
 
