@@ -53,7 +53,7 @@ class Trajectory(msgspec.Struct, kw_only=True):
     """(trained tokens, return) of each of its answers, where answers have rewards of their own; empty: each has the
     return `reward`."""
     truncated: bool
-    """Whether the answer was cut at rollout.max_new_tokens."""
+    """Whether the episode's last answer was cut at rollout.max_new_tokens."""
     correct: bool = False
     """Whether the answer is right: its score is 1 or more, whatever its length or its turns take off the reward."""
     failed: bool = False
@@ -76,6 +76,11 @@ class Trajectory(msgspec.Struct, kw_only=True):
     def name(self) -> str:
         """`12` for the one sample of episode 12; `12.0` for the first of several, `12.1` for the second."""
         return f"{self.uid}.{self.sample}" if self.of_samples > 1 else str(self.uid)
+
+    @property
+    def cut(self) -> bool:
+        """Whether it ends with an answer that was cut: of several samples of an episode the last one may."""
+        return self.truncated and self.sample == self.of_samples - 1
 
     @property
     def length(self) -> int:

@@ -81,7 +81,7 @@ def chosen(place: Path, options: argparse.Namespace) -> Iterator[TrainedTrajecto
             found = TrainedTrajectory(dump.number, dump.version, trajectory)
             if options.show not in (None, str(trajectory.uid), f"{trajectory.uid}.{trajectory.sample}"):
                 continue
-            if options.truncated and (options.truncated == "yes") != trajectory.truncated:
+            if options.truncated and (options.truncated == "yes") != trajectory.cut:
                 continue
             if all(low <= FILTERS[name][0](found) <= high for name, (low, high) in ranges.items()):
                 yield found
@@ -154,7 +154,7 @@ def show(trained: TrainedTrajectory, tokenizer: Tokenizer, colour: str, ratios: 
         f"trajectory {t.name}: prompt {t.prompt_id} of epoch {t.epoch}, admitted at version {t.admission_version}, "
         f"trained in batch {trained.batch} by version {trained.version} (staleness {trained.staleness})\n"
         f"reward {_reward(t)}{_returns(t)}, {len(t.prompt)} + {len(t.response)} tokens, "
-        f"{int(t.loss_mask.sum())} of them trained{', cut' if t.truncated else ''}\n"
+        f"{int(t.loss_mask.sum())} of them trained{', cut' if t.cut else ''}\n"
     )
     text.append_text(_legend(t, colour, ratios))
     text.append("\n\n" + tokenizer.decode(t.prompt.tolist(), special=True), "dim")
@@ -225,7 +225,7 @@ def print_table(found: Iterator[TrainedTrajectory], tokenizer: Tokenizer, width:
             _reward(t),
             trained.staleness,
             len(t.response),
-            "cut" if t.truncated else "",
+            "cut" if t.cut else "",
             versions,
             "",
         )

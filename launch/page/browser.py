@@ -45,7 +45,7 @@ class ShownTrajectory(msgspec.Struct, kw_only=True):
     correct: bool = False
     failed: bool = False
 
-    name = Trajectory.name
+    name, cut = Trajectory.name, Trajectory.cut
 
 
 class ShownDump(msgspec.Struct, kw_only=True):
@@ -75,7 +75,7 @@ class Browser:
         kept = {
             "right": lambda t: t.correct,
             "wrong": lambda t: not t.correct and not t.failed,
-            "cut": lambda t: t.truncated,
+            "cut": lambda t: t.cut,
         }.get(only, lambda t: True)
         found = [(index, t) for index, t in enumerate(dump.trajectories) if kept(t)]
         tokenizer = self._tokenizer_of(config)
@@ -147,7 +147,7 @@ def _row(index: int, t: ShownTrajectory, trained: int, tokenizer: Tokenizer) -> 
         "reward": None if t.failed else t.reward,
         "returns": [] if t.failed else [value for _, value in t.returns],
         "correct": t.correct,
-        "truncated": t.truncated,
+        "truncated": t.cut,
         "tokens": len(t.response),
         "staleness": trained - t.admission_version,
         "versions": [min(versions), max(versions)],

@@ -108,13 +108,15 @@ def test_a_line_says_where_and_how_it_was_trained(run, capsys):
 def test_an_episode_of_several_samples_counts_once_and_a_failed_one_not_at_all(run, capsys):
     """As in `reward_mean` of the batch."""
     tokenizer = Tokenizer(trajectories.config_of(run.folder).model.path)
-    own = [answer(tokenizer, 8, "a", sample=k, of_samples=7, returns=[(1, -5.0), (1, k / 2)]) for k in range(7)]
+    episode = {"of_samples": 7, "truncated": True}
+    own = [answer(tokenizer, 8, "a", sample=k, returns=[(1, -5.0), (1, k / 2)], **episode) for k in range(7)]
     own += [answer(tokenizer, 9, "b", reward=5.0)]
     own += [answer(tokenizer, 10 + k, "c", reward=99.0, failed=True, loss_mask=np.zeros(2, np.uint8)) for k in (0, 1)]
     write(Dump(number=2, version=2, trajectories=own), run.trajectories)
     assert describe(own, 2)["reward_mean"] == 0
     *lines, total = listed(capsys, run.folder, "--version", 2)
     assert total == "10 trajectories, mean reward 0.000" and [line.split()[3] for line in lines[-2:]] == ["unknown"] * 2
+    assert [line.split()[0] for line in lines[1:] if " cut " in line] == ["8.6"]
     assert listed(capsys, run.folder, "--prompt", "5")[-1] == "2 trajectories"
     assert listed(capsys, run.folder, "--reward", "99")[-1] == "0 trajectories"
     found = [json.loads(line) for line in listed(capsys, run.folder, "--json", "--version", 2)]
