@@ -20,6 +20,7 @@ import numpy as np
 import zmq
 from zmq.utils import z85
 
+from areal_megatron.config import ConfigError
 from areal_megatron.data.trajectory import BatchPart, LossPart, Trajectory, decoder, encoder
 from areal_megatron.reshard.session import LinkRef
 from areal_megatron.run.folder import SecretKeys
@@ -27,6 +28,8 @@ from areal_megatron.run.zeromq import open_socket
 
 PROTOCOL = 13
 _LOOK_S = 1.0
+LONGEST_BYTES = 2**30
+"""Of a message in a run that a program drives, which may hold all samples of a batch; else zeromq.MESSAGE_BYTES."""
 
 
 class Hello(msgspec.Struct, tag=True):
@@ -459,11 +462,16 @@ class ControllerClient:
         self._socket.connect(endpoint)
 
     def request(self, body: Request) -> Reply:
-        """Returns the controller's reply. Raises ControllerError on a refusal or after timeout_s without a reply."""
+        """Returns the controller's reply. Raises ControllerError on a refusal or after timeout_s without a reply, and
+        ConfigError for what is too long to be sent."""
         number = next(self._numbers)
         deadline = time.monotonic() + self.timeout_s
+        data = _encode(Envelope(self.sender, number, body))
+        if len(data) > LONGEST_BYTES:
+            most, size = LONGEST_BYTES // 2**20, len(data) / 2**20
+            raise ConfigError(f"{type(body).__name__}: {size:.0f} MiB at once, and {most} are the most: give fewer")
         with suppress(zmq.Again):
-            self._socket.send(_encode(Envelope(self.sender, number, body)))
+            self._socket.send(data)
         while (left := deadline - time.monotonic()) > 0:
             if not self._socket.poll(int(min(left, _LOOK_S) * 1000)):
                 self._look()

@@ -33,6 +33,7 @@ from areal_megatron.observe.metrics import MetricsWriter, StatusWriter
 from areal_megatron.observe.status import EngineState, Status
 from areal_megatron.packing.partition import split
 from areal_megatron.protocol import (
+    LONGEST_BYTES,
     Answer,
     Await,
     Bye,
@@ -108,7 +109,7 @@ class Driven:
             Routing(sizes.layers, sizes.experts, described["num_experts_per_tok"]) if sizes.experts else None
         )
         self._fleet = Fleet(config, run, described, self._serving, self._changed, events=self)
-        self._service = Service(address(config.machine.host), run.keys, self._handle)
+        self._service = Service(address(config.machine.host), run.keys, self._handle, LONGEST_BYTES)
         self._metrics, self._status = MetricsWriter(run), StatusWriter(run)
         if run.start.incarnation:
             version = self._version if run.start.checkpoint else -1

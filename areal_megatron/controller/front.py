@@ -46,6 +46,8 @@ class Orders(msgspec.Struct):
     """The controller's secret key."""
     client: bytes
     """The trainers' public key."""
+    longest: int
+    """Bytes of a message at most."""
 
 
 class Front:
@@ -54,11 +56,11 @@ class Front:
     Raises RunError if the process does not begin to listen within a minute. `endpoint` is where it listens.
     """
 
-    def __init__(self, inner: zmq.Socket, host: str, keys: SecretKeys):
+    def __init__(self, inner: zmq.Socket, host: str, keys: SecretKeys, longest: int):
         self._inner = inner
         with tempfile.TemporaryDirectory(prefix="areal-") as private:  # once connected, nobody needs the name any more
             inner.bind(endpoint := f"ipc://{private}/inner")
-            orders = Orders(host, endpoint, keys.controller, z85.decode(public_key(keys.trainers)))
+            orders = Orders(host, endpoint, keys.controller, z85.decode(public_key(keys.trainers)), longest)
             command = [sys.executable, "-m", "areal_megatron.controller.front"]
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE)
             assert self._process.stdin is not None
@@ -121,7 +123,7 @@ def pass_on(orders: Orders, over: int) -> None:
     outer.setsockopt(zmq.LINGER, _LINGER_S * 1000)  # the answer to the last message still goes out
     outer.monitor(_EVENTS, zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
     events.connect(_EVENTS)
-    inner.send_string(listen(outer, orders.host, orders.secret))
+    inner.send_string(listen(outer, orders.host, orders.secret, orders.longest))
 
     strangers, poller = _Strangers(), zmq.Poller()
     for source in (asked, events, outer, inner, over):

@@ -24,6 +24,7 @@ from areal_megatron.protocol import (
     encode_answer,
 )
 from areal_megatron.run.folder import RunError, SecretKeys
+from areal_megatron.run.zeromq import MESSAGE_BYTES
 
 log = logging.getLogger(__name__)
 
@@ -41,11 +42,18 @@ class Service:
     process does not start, and in `run` if it ends.
     """
 
-    def __init__(self, host: str, keys: SecretKeys, handle: Callable[[Request], Awaitable[Answer]]):
+    def __init__(
+        self,
+        host: str,
+        keys: SecretKeys,
+        handle: Callable[[Request], Awaitable[Answer]],
+        longest: int = MESSAGE_BYTES,
+    ):
+        """`longest`: bytes of a message at most; the connection of a longer one is closed."""
         self._handle = handle
         self._inner = zmq.Context.instance().socket(zmq.ROUTER)
         self._inner.set_hwm(0)  # as in front.py
-        self._front = Front(self._inner, host, keys)
+        self._front = Front(self._inner, host, keys, longest)
         self._socket = zmq.asyncio.Socket.from_socket(self._inner)
         self.endpoint = self._front.endpoint
         self.dropped = 0

@@ -29,10 +29,10 @@ def open_socket(kind: int, context: zmq.Context | None = None) -> zmq.Socket:
     return made
 
 
-def listen(socket: zmq.Socket, host: str, secret: bytes) -> str:
-    """Has a socket listen on a free port of an address, for those who know the public key of `secret` (Z85). Returns
-    its endpoint. Raises zmq.ZMQError."""
-    socket.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES)
+def listen(socket: zmq.Socket, host: str, secret: bytes, longest: int = MESSAGE_BYTES) -> str:
+    """Has a socket listen on a free port of an address, for those who know the public key of `secret` (Z85), and send
+    no message longer than `longest` bytes. Returns its endpoint. Raises zmq.ZMQError."""
+    socket.setsockopt(zmq.MAXMSGSIZE, longest)
     socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_S * 1000)
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
