@@ -1,7 +1,7 @@
 """What a run that a program drives answers to requests that nothing can come of."""
 
 import asyncio
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -33,7 +33,7 @@ def asked(folder, world, *messages, model="") -> tuple[list[ProgramReply], int]:
         refused.append(request)
         return web.json_response({"error": REFUSAL}, status=400)
 
-    async def told(driven, message) -> ProgramReply:
+    async def told(driven, message: Any) -> ProgramReply:
         if callable(message):
             return await asyncio.to_thread(message, driven._service.endpoint, run.keys)
         return await driven._attend(message)
