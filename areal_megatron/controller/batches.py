@@ -306,12 +306,12 @@ def by_environment(trajectories: Sequence[Trajectory], environment_of: Mapping[i
 
     Means over answers of which there are none are left out.
     """
-    found = {}
+    found, whole = {}, len(each_episode(trajectories))
     for name in sorted(set(environment_of.values())):
         own = [t for t in trajectories if environment_of[t.prompt_id] == name]
         episodes = each_episode(own)
         known = [t for t in episodes if not t.failed]
-        found[f"answer_share/{name}"] = len(own) / len(trajectories)
+        found[f"answer_share/{name}"] = len(episodes) / whole
         if own:
             found[f"response_tokens_mean/{name}"] = float(np.mean([len(t.response) for t in own]))
             found[f"truncated_share/{name}"] = float(np.mean([t.truncated for t in episodes]))

@@ -2,11 +2,12 @@
 
 import asyncio
 
+import msgspec
 import numpy as np
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from areal_megatron.controller.batches import describe
+from areal_megatron.controller.batches import by_environment, describe
 from areal_megatron.controller.generation import _samples
 from areal_megatron.controller.schedule import Group
 from tests.support.chat_world import END, FORGETTING, TEMPLATE, World, spelled
@@ -91,6 +92,8 @@ def test_samples_of_an_episode_carry_its_reward_and_count_once(tmp_path):
     described = describe(found, 9)
     assert described["turns_mean"] == 4 and described["samples_per_episode_mean"] == 3
     assert described["staleness_histogram"] == {"9": 2} and described["accuracy"] == 1
+    other = msgspec.structs.replace(found[0], uid=8, prompt_id=8)
+    assert by_environment([*found, other], {7: "talk", 8: "sums"})["answer_share/talk"] == 2 / 3
 
 
 def test_answers_without_a_message_between_them_are_each_a_turn(tmp_path):
