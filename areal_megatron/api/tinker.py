@@ -159,6 +159,7 @@ class TinkerServer:
     async def _result(self, number: str) -> web.StreamResponse:
         if number not in self._requests:
             return _error(422, f"nothing was asked for as {printable(number)}, or it was long ago")
+        self._models.hear(_session(number))
         future = self._requests[number]
         done, _ = await asyncio.wait([future], timeout=_WAIT_S)
         if not done:
@@ -303,6 +304,7 @@ class TinkerServer:
     def _sample(self, asked: dict[str, Any]) -> Answer:
         name, number = str(asked["sampling_session_id"]), int(asked["seq_id"])
         self._samplers.path_of(name)
+        self._models.hear(_session(name))
         for key in ("topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k"):
             if asked.get(key):
                 raise ConfigError(f"{key}: this server tells log-probabilities of sampled tokens and of prompts alone")
@@ -327,6 +329,7 @@ class TinkerServer:
         score = self._scorer(asked, prompt)
 
         def sample() -> Answer:
+            self._models.check(_session(name))
             with self._samplers.using(name) as adapter:
                 scored = score(adapter)  # first: engines keep its prefill for the answers
                 [answers] = self._policy.sample([prompt], n, adapter=adapter, **keys)
@@ -400,6 +403,11 @@ def _trained(config: Config) -> dict[str, list[str]]:
         part = "train_mlp" if "mlp." in row.megatron else "train_attn"
         found[part] += [name for name in map(module_of, row.tensors) if name in modules and name not in found[part]]
     return found
+
+
+def _session(name: str) -> str:
+    """Returns the session of a model, a sampling session or a request."""
+    return name.split(":")[0]
 
 
 def _numbers(metrics: dict[str, float]) -> dict[str, float]:

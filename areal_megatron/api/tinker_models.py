@@ -16,7 +16,8 @@ from areal_megatron.config import ConfigError
 from areal_megatron.process.errors import printable
 
 SILENT_S = 45.0
-"""A client that says nothing for so long, where it is to do so every 10 s, may lose its places to others."""
+"""A client that says nothing for so long, where it is to do so every 10 s, may lose its places to others, and what it
+has asked for is sampled no more."""
 KEPT_UNNAMED = 4
 """Samplers that a model has without a name for them."""
 
@@ -43,6 +44,13 @@ class Models:
             self._heard[session] = self._now()
         return known
 
+    def check(self, session: str) -> None:
+        """Raises ConfigError if nobody waits any more for what was asked for in the session."""
+        if not self._goes_on(session):
+            raise ConfigError(
+                f"session {printable(session)} has finished, or nothing was heard of its program for {SILENT_S:.0f} s"
+            )
+
     def finish(self, session: str) -> None:
         self._heard.pop(session, None)
 
@@ -68,7 +76,10 @@ class Models:
         raise ConfigError(f"model {printable(str(name))} is not trained here: its session is over, or never began it")
 
     def _is_free(self, model: tuple[str, str] | None) -> bool:
-        return model is None or model[0] not in self._heard or self._now() - self._heard[model[0]] >= SILENT_S
+        return model is None or not self._goes_on(model[0])
+
+    def _goes_on(self, session: str) -> bool:
+        return session in self._heard and self._now() - self._heard[session] < SILENT_S
 
 
 @dataclass

@@ -2,6 +2,8 @@
 
 import asyncio
 import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import aiohttp
@@ -9,6 +11,7 @@ import pytest
 
 from areal_megatron.api import tinker
 from areal_megatron.api.tinker import TinkerServer, config_of
+from areal_megatron.config import ConfigError
 
 KEY = "tml-secret"
 
@@ -83,6 +86,38 @@ def test_numbers_without_a_sense_are_refused_at_once(world, tmp_path, changes, p
         return await post("asample", **asked | changes)
 
     assert asked(world, tmp_path, talk) == {"detail": problem}
+
+
+def test_what_a_program_that_is_gone_has_asked_for_is_not_sampled(world, tmp_path):
+    at = [0.0]
+
+    async def talk(server, post):
+        server._models._now, server._policy.sample = lambda: at[0], lambda *_, **__: [[]]
+        session = (await post("create_session"))["session_id"]
+        own = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "model"}
+        name = (await post("create_sampling_session", **own))["sampling_session_id"]
+        prompt = {"chunks": [{"type": "encoded_text", "tokens": [3]}]}
+
+        async def ask(number, silent_s):
+            """A sample that is begun only after a silence."""
+            server._sampling, free = ThreadPoolExecutor(1), threading.Event()
+            server._sampling.submit(free.wait)
+            asked = {"sampling_session_id": name, "seq_id": number, "prompt": prompt, "sampling_params": {}}
+            begun = await post("asample", **asked)
+            at[0] += silent_s
+            free.set()
+            return await asyncio.wait_for(server._requests[begun["request_id"]], 10)
+
+        for number in range(3):
+            await ask(number, 40.0)
+        with pytest.raises(ConfigError, match=f"^session {session} has finished, or nothing was heard of .* for 45 s$"):
+            await ask(3, 46.0)
+        await ask(4, 0.0)
+        await post(f"sessions/{session}/finish")
+        with pytest.raises(ConfigError, match="has finished"):
+            await ask(5, 0.0)
+
+    asked(world, tmp_path, talk)
 
 
 def test_the_last_results_are_kept_up_to_a_number_and_a_size(world, tmp_path, monkeypatch):
