@@ -35,7 +35,8 @@ def asked(folder, world, *messages, model="") -> tuple[list[ProgramReply], int]:
 
     async def told(driven, message: Any) -> ProgramReply:
         if callable(message):
-            return await asyncio.to_thread(message, driven._service.endpoint, run.keys)
+            found: Any = await asyncio.to_thread(message, driven._service.endpoint, run.keys)
+            return found
         return await driven._attend(message)
 
     async def play():
