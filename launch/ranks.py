@@ -140,8 +140,8 @@ def _lead(own: Rank, config: Config, options: argparse.Namespace) -> int:
             print(beginning.plan.table(), flush=True)
             beginning.begin()
             code = supervise(beginning, nodes, options, lease, term_stops=True)
-        except ConfigError as e:
-            code, problem = 2, f"rank 0 says: {e}"
+        except (ConfigError, HostError) as e:
+            code, problem = 2 if isinstance(e, ConfigError) else code, f"rank 0 says: {e}"
             raise
         except SystemExit:
             code = Outcome.STOPPED
