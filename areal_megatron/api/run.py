@@ -16,6 +16,7 @@ Imports neither torch nor vllm.
 
 from __future__ import annotations
 
+import builtins
 import copy
 import dataclasses
 import json
@@ -97,7 +98,9 @@ class Run:
         if self.is_running:
             raise RunError(f"{self.folder} has been started by this object already, and is running")
         before = self._starts()
-        started = self._program("train", str(self._config), *self._overrides, *options, quiet=quiet, tied=tied)
+        started = self._program(
+            "train", str(self._config), *self._overrides, *options, quiet=quiet, tied=tied, stays=True
+        )
         self._program_of_run = started
         while self._starts() == before and started.is_running:
             time.sleep(_POLL_S)
@@ -195,8 +198,8 @@ class Run:
         self._paths += [str(folder)] if folder else []
         return path
 
-    def _program(self, name: str, *arguments: str, quiet: bool, tied: bool = False) -> _Program:
-        return _Program(name, arguments, self._paths, self._at, quiet, tied)
+    def _program(self, name: str, *arguments: str, quiet: bool, tied: bool = False, stays: bool = False) -> _Program:
+        return _Program(name, arguments, self._paths, self._at, quiet, tied, stays)
 
 
 class RunEngines:
@@ -213,7 +216,7 @@ class RunEngines:
         `options`: those of `areal engines add`, such as "--count=1". What their launcher says is printed, unless
         `quiet`. They go on after the end of this process, until the run is over. Raises ConfigError or RunFailed.
         """
-        launcher = self._program("engines", "add", self._run, *options, quiet=quiet)
+        launcher = self._program("engines", "add", self._run, *options, quiet=quiet, stays=True)
         while not (said := _STARTED.search(launcher.last_lines)) and launcher.is_running:
             time.sleep(_POLL_S)
         said = said or _STARTED.search(launcher.wait())
@@ -249,9 +252,17 @@ class _Program:
     """A program of the command `areal` that runs. A thread keeps its last lines, and prints all unless `quiet`."""
 
     def __init__(
-        self, name: str, arguments: Sequence[str], paths: Sequence[str], at: Path, quiet: bool, tied: bool = False
+        self,
+        name: str,
+        arguments: Sequence[str],
+        paths: Sequence[str],
+        at: Path,
+        quiet: bool,
+        tied: bool = False,
+        stays: bool = False,
     ):
-        """`paths`: further folders of modules; `at`: the current folder; `tied`: it ends when this process does."""
+        """`paths`: further folders of modules; `at`: the current folder; `tied`: it ends when this process does;
+        `stays`: it goes on when a cell of a notebook is interrupted."""
         path = os.pathsep.join([*dict.fromkeys(paths), *filter(None, [os.environ.get("PYTHONPATH")])])
         self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
         self._quiet = quiet
@@ -262,7 +273,8 @@ class _Program:
             cwd=at,
             env=os.environ | environment,
             pass_fds=[] if held is None else [held],
-            start_new_session=tied,  # a Ctrl-C here is this process's to handle
+            # then a Ctrl-C, or what Jupyter sends to interrupt a cell, reaches this process alone
+            start_new_session=tied or (stays and hasattr(builtins, "__IPYTHON__")),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

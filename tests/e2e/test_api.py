@@ -213,7 +213,8 @@ def test_a_notebook_learns_the_demo_in_ten_minutes(tmp_path):
 
 
 def test_what_is_wrong_in_a_cell_is_an_exception_with_one_line(keys, tmp_path):
-    """A reward that cannot travel, and a run that is started twice in one process: by one object, and by another."""
+    """A reward that cannot travel, and a run that is started twice in one process: by one object, and by another. The
+    run goes on when a cell is interrupted, in the manner of Jupyter."""
     given = {key: str(value) if isinstance(value, Path) else value for key, value in flat(keys).items()}
     sections = {"model": {"path": given.pop("model.path")}, "data": {"train": given.pop("data.train")}}
     again = f"areal.Run('configs/tiny_sft.yaml', **{given | sections | {'updates': 100000}!r})"
@@ -227,7 +228,8 @@ def test_what_is_wrong_in_a_cell_is_an_exception_with_one_line(keys, tmp_path):
         f"run = {again}; run.start(quiet=True)",
         "run.start(quiet=True)",
         f"{again}.start(quiet=True)",
-        "assert run.is_running; run.kill()",
+        "import os, signal, time; os.killpg(0, signal.SIGINT); time.sleep(60)",
+        "time.sleep(3); assert run.is_running; run.kill()",
     ]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
     outputs = executed(notebook, ROOT, allow_errors=True)
@@ -237,4 +239,5 @@ def test_what_is_wrong_in_a_cell_is_an_exception_with_one_line(keys, tmp_path):
         ("ConfigError", "short uses 'limit' of the function around it: give it a default, limit=limit"),
         ("RunError", f"{folder} has been started by this object already, and is running"),
         ("ConfigError", f"{folder} exists: choose another name=…, continue it with resume=auto, or remove it"),
+        ("KeyboardInterrupt", ""),
     ]
