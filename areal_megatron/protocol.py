@@ -29,7 +29,8 @@ from areal_megatron.run.zeromq import open_socket
 PROTOCOL = 13
 _LOOK_S = 1.0
 LONGEST_BYTES = 2**30
-"""Of a message in a run that a program drives, which may hold all samples of a batch; else zeromq.MESSAGE_BYTES."""
+"""The longest message of a run that a program drives, which may hold all samples of a batch; else MESSAGE_BYTES of
+zeromq.py."""
 
 
 class Hello(msgspec.Struct, tag=True):
