@@ -60,6 +60,12 @@ _NAMES = "|".join(
     f"(?i:{name}s?)" if len(name) > 2 else f"{name}s?" if len(name) > 1 else name
     for name in sorted(_UNITS, key=len, reverse=True)
 )
+_NAMED = re.compile(
+    r"(?<![A-Za-z\\])(?=[A-Za-z¢])(?:"
+    + "|".join(f"(?i:{name}s?)" if len(name) > 2 else f"{name}s" for name in _UNITS if len(name) > 1)
+    + "|¢)(?![A-Za-z])"
+)
+"""A unit that is written in letters, and not by a sign of one or two."""
 _POWERS = {"²": 2, "squared": 2, "square": 2, "sq": 2, "³": 3, "cubed": 3, "cubic": 3}
 _TERM = re.compile(
     rf"(?:(square|cubic|sq)\.? )?(?<![A-Za-z\\])({_NAMES})(?![A-Za-z])"
@@ -163,7 +169,7 @@ def quantity(text: str) -> Quantity | None:
 @functools.lru_cache(maxsize=16)
 def units_in(prompt: str) -> frozenset[Unit]:
     """Returns the units that a question names, in words or by $."""
-    named = {_unit_called(found[2]) for found in _TERM.finditer(prompt) if len(found[2]) > 2 or found[2] == "¢"}
+    named = {_unit_called(name) for name in set(_NAMED.findall(prompt))}
     return frozenset(named | ({_UNITS["dollar"]} if re.search(r"\$ ?[0-9]", prompt) else set()))
 
 
