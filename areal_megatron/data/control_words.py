@@ -20,6 +20,7 @@ from tokenizers import Encoding
 _TAG = re.compile(r"</?([A-Za-z_][\w-]*)>")
 _CHARACTERS = range(0x100000, 0x10FFFE)
 """Characters for private use, which no published text has."""
+_CHARACTER = re.compile(f"[{chr(_CHARACTERS[0])}-{chr(_CHARACTERS[-1])}]")
 
 
 def tags(words: Iterable[str]) -> set[str]:
@@ -117,8 +118,6 @@ class Hidden:
     def __init__(self, words: ControlWords, pattern: re.Pattern[str]):
         self._words, self._control = words, pattern
         self._first = _CHARACTERS.start + secrets.randbelow(len(_CHARACTERS) - len(words))
-        last = self._first + len(words) - 1
-        self._hidden = re.compile(f"[{chr(self._first)}-{chr(last)}]" if len(words) else r"(?!)")
         self.place = f"z{secrets.token_hex(12)}z"
         """A text that is in no message, to find the place of one that takes its place."""
         self.some = False
@@ -134,7 +133,12 @@ class Hidden:
 
     def shown(self, text: str) -> str:
         """Returns a text with the words where they were hidden."""
-        return self._hidden.sub(lambda found: self._words.word(ord(found[0]) - self._first), text)
+
+        def word(found: re.Match[str]) -> str:
+            number = ord(found[0]) - self._first
+            return self._words.word(number) if 0 <= number < len(self._words) else found[0]
+
+        return _CHARACTER.sub(word, text)
 
     def _text(self, text: str, but: Collection[str]) -> str:
         def replaced(found: re.Match[str]) -> str:
