@@ -1,8 +1,10 @@
 """What tests of whole runs share: a tiny world, and runs started as a user starts them."""
 
 import ctypes
+import fcntl
 import gc
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,10 +28,24 @@ TRAINERS = {"areal_megatron.train", "areal_megatron.supervised"}
 
 @pytest.fixture(scope="session")
 def world(tmp_path_factory):
-    """Folder with the demo's untrained model and data."""
-    folder = tmp_path_factory.mktemp("world")
-    subprocess.run([sys.executable, ROOT / "tools" / "make_arithmetic.py", folder], check=True, timeout=500)
-    return folder
+    """Folder with the demo's untrained model and data. Each worker of pytest-xdist has a copy of what one has made."""
+    base = tmp_path_factory.getbasetemp()
+    shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared-world"
+    with shared.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not shared.exists():
+            making = shared.with_suffix(".making")
+            subprocess.run([sys.executable, ROOT / "tools" / "make_arithmetic.py", making], check=True, timeout=500)
+            making.rename(shared)
+    return shutil.copytree(shared, tmp_path_factory.mktemp("world"), dirs_exist_ok=True)
+
+
+@pytest.fixture(scope="session")
+def few_examples(world):
+    """Some of the world's supervised examples: each process of a run reads all that its config names."""
+    path = world / "few-sft.jsonl"
+    path.write_text("".join((world / "sft.jsonl").read_text().splitlines(keepends=True)[:500]))
+    return path
 
 
 @pytest.fixture(scope="session")

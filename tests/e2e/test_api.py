@@ -31,14 +31,14 @@ NOTEBOOKS = sorted((ROOT / "examples" / "notebooks").glob("*.ipynb"))
 
 
 @pytest.fixture
-def keys(world, tmp_path):
+def keys(world, few_examples, tmp_path):
     return {
         "name": "sft",
         "runs_dir": tmp_path,
         "mode": "sft",
         "updates": 6,
         "model": {"path": world / "model"},
-        "data": {"train": world / "sft.jsonl"},
+        "data": {"train": few_examples},
     }
 
 

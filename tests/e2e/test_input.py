@@ -57,7 +57,6 @@ def launch(world, tmp_path, *overrides):
         (["rollout.easiest_first=true"], ["rollout.easiest_first", "train.jsonl has a pass_rate to order by"]),
         (["rollout.pass_rate=[0.1]"], ["rollout.pass_rate", "unknown key"]),
         (["trainer.recompute=selective"], ["trainer.recompute", "one of auto, none, elementwise, mlp, full"]),
-        (["rollout.vllm.kv_cach_dtype=fp8"], ["rollout.vllm.kv_cach_dtype", "did you mean kv_cache_dtype?"]),
         (["rollout.vllm.tensor_parallel_size=2"], ["rollout.vllm.tensor_parallel_size", "use rollout.tp"]),
         (["rollout.vllm.block_size=large"], ["rollout.vllm.block_size", "a whole number above 0, is 'large'"]),
         (["rollout.vllm.enforce_eager=false"], ["rollout.vllm.enforce_eager", "on CPU"]),
@@ -166,8 +165,8 @@ def test_dry_run_says_who_gets_what_and_starts_nothing(world, tmp_path, capsys):
 
 @pytest.mark.parametrize(("device", "gib", "decided"), [("cuda", 80, "none"), ("cuda", 0, "full"), ("cpu", 0, "none")])
 @pytest.mark.parametrize("mode", ["rl", "sft"])
-def test_trainers_are_handed_what_was_decided_for_auto(world, tmp_path, mode, device, gib, decided):
-    data = [f"mode={mode}", *([f"data.train={world / 'sft.jsonl'}", "data.eval="] if mode == "sft" else [])]
+def test_trainers_are_handed_what_was_decided_for_auto(world, few_examples, tmp_path, mode, device, gib, decided):
+    data = [f"mode={mode}", *([f"data.train={few_examples}", "data.eval="] if mode == "sft" else [])]
     config = config_file.load(*arguments_of(world, tmp_path, *data)[:1], arguments_of(world, tmp_path, *data)[1:])
     config.machine.device = device
     run = RunFolder(config.run_dir)

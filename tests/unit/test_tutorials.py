@@ -61,9 +61,11 @@ def dry(command):
 
 
 @pytest.fixture
-def first(shell, world):
-    """The folder of the first tutorial after its supervised run."""
-    (shell.folder / "world").symlink_to(world)
+def first(shell, world, few_examples):
+    """The folder of the first tutorial after its supervised run, which had few examples."""
+    (shell.folder / "world").mkdir()
+    for path in world.iterdir():
+        (shell.folder / "world" / path.name).symlink_to(few_examples if path.name == "sft.jsonl" else path)
     (shell.folder / "runs" / "sft").mkdir(parents=True)
     (shell.folder / "runs" / "sft" / "hf").symlink_to(world / "model")
     for file, content in steps("laptop"):

@@ -511,7 +511,7 @@ def test_ranks_of_one_row_on_several_nodes_are_told(capsys, monkeypatch):
             r"64, but the KV cache of an engine holds 4\.\d answers ",
         ),
         (
-            ["rollout.vllm.kv_cache_memory_bytes=4000000000", "reshard.staging=streamed"],
+            ["rollout.max_running=5000", "reshard.staging=streamed"],
             r"a larger rollout.tp or shorter answers$",
         ),
         (["mode=sft"], ""),
