@@ -9,19 +9,22 @@ from tests.support.soaking import with_soaked
 from tests.support.tiny_models import save_model
 
 CASES = {
-    "dense": ("qwen3", {"tp": 2, "pp": 2}, [{"tp": 2, "pp": 2}, {}, {"dp": 2}, {"pp": 4}]),
+    "dense": ("qwen3", {"tp": 2, "pp": 2}, [{"tp": 2, "pp": 2}, {"dp": 2}]),
+    "dense-on-one-rank-and-more-stages": ("qwen3", {"tp": 2, "pp": 2}, [{}, {"pp": 4}]),
     "replicas": ("qwen2", {"dp": 2}, [{"dp": 2}, {"tp": 2}, {"pp": 2, "vpp": 2}, {"cp": 2}]),
-    "experts": ("qwen3_moe", {"dp": 2, "ep": 2}, [{"dp": 2, "ep": 2}, {"dp": 4, "ep": 4}, {}, {"cp": 2, "ep": 2}]),
+    "experts": ("qwen3_moe", {"dp": 2, "ep": 2}, [{"dp": 2, "ep": 2}, {}]),
+    "experts-on-other-ranks": ("qwen3_moe", {"dp": 2, "ep": 2}, [{"dp": 4, "ep": 4}, {"cp": 2, "ep": 2}]),
     "sigmoid-router": ("glm4_moe", {"dp": 2, "ep": 2}, [{"dp": 2, "ep": 2}, {"tp": 2}, {"pp": 2, "vpp": 2}]),
     "latents": ("deepseek_v3", {"dp": 2, "ep": 2}, [{"tp": 2}]),
     "gated-delta-nets": ("qwen3_next", {"tp": 2}, [{"tp": 2}, {"pp": 2, "vpp": 2}, {"dp": 2, "ep": 2}]),
     "context": ("qwen3", {"cp": 2}, [{"cp": 2}, {"dp": 2}, {"cp": 2, "tp": 2}]),
 }
 """A model, the layout that saves, and those that resume."""
-WITH_CRITIC = ("dense", "replicas")
-SOAKED = ("context", "replicas", "sigmoid-router", "latents", "gated-delta-nets")
-"""`dense` goes on with replicas, too. The others are families whose tensors are saved as those of `experts` are, by
-names of their own (test_convert.py)."""
+WITH_CRITIC = ("dense", "dense-on-one-rank-and-more-stages", "replicas")
+SOAKED = ("dense-on-one-rank-and-more-stages", "experts-on-other-ranks")
+SOAKED += ("context", "replicas", "sigmoid-router", "latents", "gated-delta-nets")
+"""`dense` goes on with replicas, too, and `experts` on one rank. The others are more of each, and families of which
+tensors are saved as those of `experts` are, by names of their own (test_convert.py)."""
 
 
 @pytest.mark.parametrize("case", with_soaked(CASES, SOAKED))
