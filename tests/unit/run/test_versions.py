@@ -273,7 +273,8 @@ def test_apex_without_its_extensions_is_one_line(packages, begun):
 @pytest.mark.parametrize(
     ("files", "adam", "norm"),
     [
-        ({}, "torch.optim.adamw", "areal_megatron.trainer.patches"),
+        # every test that trains is without it
+        pytest.param({}, "torch.optim.adamw", "areal_megatron.trainer.patches", marks=pytest.mark.soak),
         (WEB_TOOLKIT, "torch.optim.adamw", "areal_megatron.trainer.patches"),
         (APEX | EXTENSIONS, "apex.optimizers", "amp_C"),
     ],
