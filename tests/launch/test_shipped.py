@@ -274,7 +274,6 @@ def check_started(cluster, job, run, script):
     assert ("left out: 1 × " in output) == ("taco" in shipped.data.train)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.soak
 @pytest.mark.parametrize("script", [script for script in SCRIPTS if script != TRAINED])
 def test_a_script_passes_every_check_and_starts_its_processes(submit, cluster, script):
@@ -284,7 +283,6 @@ def test_a_script_passes_every_check_and_starts_its_processes(submit, cluster, s
     check_started(cluster, job, run, script)
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.soak  # test_slurm.py trains with another script
 def test_a_script_trains_with_the_reward_that_it_names(submit, cluster):
     changes = {"batch_size": 16, "updates": 2, "rollout.group_size": 4, "eval.n": 1, "checkpoint.hf_every": 0}

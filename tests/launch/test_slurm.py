@@ -162,7 +162,6 @@ def test_a_job_is_killed_in_part_and_preempted_and_ends_by_itself(
 
 
 @pytest.mark.soak  # five minutes
-@pytest.mark.timeout(600)
 def test_a_job_that_loses_a_node_goes_on_when_that_is_back(cluster, submit, world, tmp_path):
     """First the node of the only engine, then that of the launcher, whose loss only the other nodes notice."""
     run, updates = RunFolder(tmp_path / "run"), 30
@@ -181,7 +180,6 @@ def test_a_job_that_loses_a_node_goes_on_when_that_is_back(cluster, submit, worl
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(600)
 def test_a_job_beside_a_start_by_hand_is_refused_and_goes_on_after_it(cluster, submit, local_run, world, tmp_path):
     """As when a job that waits in the queue is forgotten, and the run is continued by hand."""
     run, arguments = RunFolder(tmp_path / "run"), tiny(world, tmp_path, updates=16, resume="auto")
@@ -218,7 +216,6 @@ def test_a_job_that_loses_a_node_ten_times_ends_by_itself(cluster, submit, world
 
 
 @pytest.mark.soak  # five minutes
-@pytest.mark.timeout(600)
 def test_a_job_that_loses_a_node_of_engines_goes_on_without_it(cluster, submit, world, tmp_path):
     """Then an engine of another job joins. Neither job leaves anything behind."""
     run = RunFolder(tmp_path / "run")
@@ -278,7 +275,6 @@ def test_served_models_of_a_job_have_nodes_of_their_own_and_are_started_again(cl
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(600)
 def test_a_heterogeneous_job_that_is_cancelled_leaves_nothing(cluster, submit, traces, world, tmp_path):
     """Trainers and engine have nodes of their own; the engine is on two and loses one of its parts."""
     run = RunFolder(tmp_path / "run")
@@ -345,7 +341,6 @@ def test_a_dry_run_in_a_job_asks_its_nodes_and_starts_nothing(cluster, submit, w
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(600)
 def test_a_run_is_submitted_from_a_folder_without_a_checkout(cluster, world, tmp_path, monkeypatch, capsys):
     """As an installed package does it: the job is what the scripts in slurm/ ask for, and trains."""
     for name, value in {**cluster.environment, "PYTHONPATH": str(ROOT)}.items():

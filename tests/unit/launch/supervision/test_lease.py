@@ -328,7 +328,6 @@ def test_a_damaged_lease_is_named(run):
 RACES = [4, pytest.param(50, marks=pytest.mark.soak)]
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("races", RACES)
 def test_never_may_two_write(run, tmp_path, races):
     run.create()
@@ -343,7 +342,6 @@ def test_never_may_two_write(run, tmp_path, races):
     assert len(took) >= races * 0.7 and len(allowed) > 100
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("races", RACES)
 def test_a_run_that_launchers_race_for_is_clean(tmp_path, races):
     """Each trains from the newest checkpoint on until it is stopped, killed or replaced."""

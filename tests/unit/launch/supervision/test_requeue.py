@@ -104,7 +104,6 @@ def test_the_folder_of_a_run_that_is_away_is_not_made_again(programs, tmp_path, 
     assert "this end of the job cannot be counted" in capsys.readouterr().err
 
 
-@pytest.mark.timeout(120)
 def test_a_job_whose_nodes_do_not_come_together_is_queued_again_three_times(
     programs, world, tmp_path, monkeypatch, capsys
 ):
