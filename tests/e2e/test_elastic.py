@@ -43,6 +43,7 @@ def beside(output, *arguments):
         process.wait(30)
 
 
+@pytest.mark.soak  # test_faults.py brings an engine back into a run; the rest is in test_unreached.py, test_health.py
 def test_an_engine_joins_and_the_first_one_leaves(local_run, world):
     """From Python, which calls the command; the run was started elsewhere."""
     started = local_run("elastic", *small(world, **{"updates": 100000, "held_out": 4, "rollout.max_staleness": 2}))

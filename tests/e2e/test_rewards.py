@@ -84,6 +84,7 @@ def updates_of(run):
     return [line for line in read_metrics(run) if line["kind"] == "update"] if run.metrics.exists() else []
 
 
+@pytest.mark.soak  # in parts: unit/reward/test_remote.py, unit/controller/test_failures.py
 def test_no_answer_is_trained_as_wrong_because_its_reward_failed(local_run, world, service):
     """Every other answer meets an error for four seconds, some meet it however often they are tried; then the service
     hangs up on some, then it is gone for five seconds."""

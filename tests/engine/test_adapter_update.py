@@ -154,7 +154,11 @@ class Server:
         self.process.wait(10)
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["tp1", "tp2"])
+@pytest.fixture(
+    scope="module",
+    # what a part of an engine writes of an adapter is in test_adapter_layouts.py, two parts in test_weight_update.py
+    params=[pytest.param(1, id="tp1"), pytest.param(2, id="tp2", marks=pytest.mark.soak)],
+)
 def server(request, tmp_path_factory):
     server = Server(tmp_path_factory.mktemp("engine"), request.param, "full")
     yield server

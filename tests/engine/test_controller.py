@@ -301,6 +301,7 @@ def wait_for(run, words, timeout_s=100):
         time.sleep(0.1)
 
 
+@pytest.mark.soak  # an engine is back in e2e/test_faults.py, trainers are told in unit/controller/test_batches.py
 def test_a_dead_engine_is_waited_for_and_gets_weights_before_prompts(start, connect, engine):
     """Kills the engine and the one that replaces it, so this is the last test of the file."""
     run, _, process = start(timeout_s=120, updates=1000)
