@@ -87,7 +87,6 @@ def test_the_script_of_the_docs_runs_what_it_has_written(world, documented):
     assert (runs / "exported" / "model.safetensors").exists()
 
 
-@pytest.mark.soak  # Python calls the command, here as in the tests around
 def test_python_and_the_command_run_the_same(keys, tmp_path):
     run = areal.Run("configs/tiny_sft.yaml", **keys)
     run.start(quiet=True)
