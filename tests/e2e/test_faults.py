@@ -61,9 +61,11 @@ TWO_ENGINES = {
 }
 
 
-def test_what_dies_is_started_again_alone_and_an_interrupt_ends_everything(local_run, world):
-    """First one engine of two, while the other keeps running; then a trainer dies under both; then comes Ctrl-C."""
-    started = local_run("survivor", "--restarts=2", *small(world, **TWO_ENGINES))
+def test_what_dies_is_started_again_alone_and_an_interrupt_ends_everything(local_run, world, of_family):
+    """First one engine of two, while the other keeps running; then a trainer dies under both; then comes Ctrl-C. The
+    run trains a GLM-4.5 with experts."""
+    changes = TWO_ENGINES | {"model.path": of_family("glm4_moe")}
+    started = local_run("survivor", "--restarts=2", *small(world, **changes))
     run = RunFolder(started.folder)
     started.wait_for(lambda: updates(run) >= 2)
     others = [started.pid(name) for name in ("controller", "trainer-0", "engine-0")]

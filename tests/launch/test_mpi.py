@@ -80,9 +80,11 @@ def mpi_run(tmp_path):
 
 
 @pytest.mark.timeout(900)
-def test_trains_over_two_pools_and_a_dead_child_does_not_abort_the_world(mpi_run, world, tmp_path):
-    """A trainer rank is killed; the slots stay, restart everything, and the run ends as if nothing had happened."""
+def test_trains_over_two_pools_and_a_dead_child_does_not_abort_the_world(mpi_run, world, of_family, tmp_path):
+    """A trainer rank of a Qwen3.5 is killed; the slots stay, restart everything, and the run ends as if nothing had
+    happened."""
     changes = {"updates": 6, "checkpoint.every": 1, "trainer.pp": 2, "held_out": 4, "rollout.max_staleness": 2}
+    changes |= {"model.path": of_family("qwen3_5"), "model.dtype": "bfloat16"}
     marked = f"--python=rollout=env OWN_PYTHON=engines {sys.executable}"
     started, run = mpi_run("run", 3, "--restarts=1", marked, *small(world, **changes)), RunFolder(tmp_path / "run")
     deadline = time.monotonic() + 300

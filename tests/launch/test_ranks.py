@@ -95,8 +95,10 @@ def settings_of(world, trainers: int) -> list[str]:
 
 
 @pytest.mark.timeout(900)
-def test_sigterm_to_any_rank_stops_the_run_which_goes_on(job, world, tmp_path):
-    run, settings = RunFolder(tmp_path / "run"), settings_of(world, 1)
+def test_sigterm_to_any_rank_stops_the_run_which_goes_on(job, world, of_family, tmp_path):
+    """It trains a DeepSeek-V3."""
+    run = RunFolder(tmp_path / "run")
+    settings = [*settings_of(world, 1), f"model.path={of_family('deepseek_v3')}"]
     first = job("run", 2, *settings)
     first.wait_for(lambda: run.metrics.exists() and updates(run))
     first.processes[1].send_signal(signal.SIGTERM)  # as to the pod of one node
