@@ -63,8 +63,9 @@ def check_imagined(config: Config, sizes: Sizes, python: Mapping[str, Sequence[s
 
 def text(beginning: Beginning, python: Mapping[str, Sequence[str]]) -> str:
     """Returns who gets which slots and how much memory, and the processes that would be started. `python`: the command
-    of another interpreter for a pool."""
+    of another interpreter for a pool. Raises ConfigError if the run exists and is not to be resumed."""
     config, checkpoint = beginning.config, beginning.checkpoint
+    start.is_new(config)
     pools = [("controller", "controller"), ("trainer", "trainer rank"), ("rollout", "engine")]
     pools += [(model, f"{model} engine") for model in config.served_models]
     counts = {kind: (pool, len(beginning.plan.placement.pool(pool))) for pool, kind in pools}

@@ -66,7 +66,7 @@ def shown(config: Config, key: str, count: int, colours: bool = False) -> Iterat
         f"{len(prompts)} of {found} rows can be used; {long} of them are longer than data.max_prompt_tokens and skipped"
     )
     yield from _left_out(left_out, refuses)
-    yield from doubts(config, key, prompts)
+    yield from doubts(config, key, prompts, tokenizer.unknown_token)
 
 
 def _left_out(left_out: LeftOut, refuses: bool) -> Iterator[str]:
@@ -93,7 +93,7 @@ def _supervised(
     yield _titled(f"rows: {len(items)}; {'samples' if config.mode == 'sft' else 'answers'}: {samples}")
     yield from _left_out(left_out, refuses)
     yield from messages_left_out(key, items, config.sft.max_tokens)
-    yield from doubts_about_items(key, items)
+    yield from doubts_about_items(key, items, tokenizer.unknown_token)
 
 
 def _answers(pair: Pair) -> dict[str, Sample]:

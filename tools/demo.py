@@ -45,7 +45,8 @@ def main() -> int:
         run_step(
             "supervised warm start",
             "-m",
-            "areal_megatron.launch.local",
+            "areal_megatron.command",
+            "train",
             "configs/tiny_sft.yaml",
             f"runs_dir={out}",
             "name=sft",
@@ -57,7 +58,8 @@ def main() -> int:
         run_step(
             "asynchronous PPO",
             "-m",
-            "areal_megatron.launch.local",
+            "areal_megatron.command",
+            "train",
             CONFIG,
             f"runs_dir={out}",
             "name=rl",

@@ -56,7 +56,8 @@ def main() -> int:
         run_step(
             "asynchronous PPO",
             "-m",
-            "areal_megatron.launch.local",
+            "areal_megatron.command",
+            "train",
             CONFIG,
             f"runs_dir={out}",
             "name=rl",

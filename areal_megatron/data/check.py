@@ -125,7 +125,7 @@ def _read(
     prompts = read_prompts(config, key, tokenizer, problems_of, left_out)
     _say_left_out(key, left_out, len(prompts), say)
     _check_rewards(config, prompts, key)
-    for line in doubts(config, key, prompts):
+    for line in doubts(config, key, prompts, tokenizer.unknown_token):
         say(f"warning: {line}")
     return prompts
 
@@ -142,7 +142,7 @@ def _check_supervised(config: Config, tokenizer: Tokenizer, say: Callable[[str],
     cursor(config, train)
     if config.mode == "reward_model":
         _ = tokenizer.pad_token  # which its export names
-    for line in doubts_about_items("train", train):
+    for line in doubts_about_items("train", train, tokenizer.unknown_token):
         say(f"warning: {line}")
     if config.data.eval:
         held_out = _read_items(config, "eval", tokenizer, say)

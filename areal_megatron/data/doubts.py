@@ -20,13 +20,14 @@ _NOTHING = {
     *("no answer", "missing", "tbd", "todo", "see solution", "see above", "see below", "omitted", "empty"),
     *("proof", "see proof", "see the proof", "notfound", "not found", "no answer given", "not provided", "answer"),
 }
+_UNKNOWN = "characters that the tokenizer does not know, which are all the same to the model"
 _AROUND = re.compile(r"\\(?:boxed|fbox|text|mathrm|textbf)\b|[{}$\\]|^\W*answer\W*:", re.IGNORECASE)
 
 
-def doubts(config: Config, key: str, prompts: Sequence[Prompt]) -> list[str]:
+def doubts(config: Config, key: str, prompts: Sequence[Prompt], unknown: int | None = None) -> list[str]:
     """Returns a line for each kind of doubtful rows of data.train or data.eval (`key`): repeated prompts, prompts with
-    several right answers, empty prompts, and empty answers (for the reward `math`; other functions may take any).
-    Raises ConfigError if every answer is empty."""
+    several right answers, prompts with the token `unknown`, empty prompts, and empty answers (for the reward `math`;
+    other functions may take any). Raises ConfigError if every answer is empty."""
     first: dict[tuple[int, str], Prompt] = {}
     again, against = [], []
     for prompt in prompts:
@@ -55,18 +56,27 @@ def doubts(config: Config, key: str, prompts: Sequence[Prompt]) -> list[str]:
         ),
         *_line(key, empty, len(prompts), "no answer", lambda one: f"{_cut(one.answer)} of {one.where}"),
         *_line(key, mute, len(prompts), "a prompt that asks nothing", lambda one: f"{_cut(one.text)} of {one.where}"),
+        *_line(
+            key,
+            [prompt for prompt in prompts if unknown in prompt.tokens],
+            len(prompts),
+            _UNKNOWN,
+            lambda one: f"{_cut(one.text)} of {one.where}",
+        ),
     ]
 
 
-def doubts_about_items(key: str, items: Sequence[Example] | Sequence[Pair]) -> list[str]:
-    """Returns a line for each kind of doubtful rows of a supervised run: repeated rows, and pairs that prefer an answer
-    which another pair rejects."""
+def doubts_about_items(key: str, items: Sequence[Example] | Sequence[Pair], unknown: int | None = None) -> list[str]:
+    """Returns a line for each kind of doubtful rows of a supervised run: repeated rows, rows with the token `unknown`,
+    and pairs that prefer an answer which another pair rejects."""
     first: dict[Any, Example | Pair] = {}
-    again, against = [], []
+    again, against, unread = [], [], []
     for item in items:
         is_example = isinstance(item, Example)
         answers = [each.tokens for each in item.samples] if is_example else [item.chosen, item.rejected]
         place = tuple(tokens.tobytes() for tokens in answers)
+        if unknown is not None and any((tokens == unknown).any() for tokens in answers):
+            unread.append(item.where)
         before = first.setdefault(place, item)
         if before is not item:
             again.append((item.where, before.where))
@@ -76,6 +86,7 @@ def doubts_about_items(key: str, items: Sequence[Example] | Sequence[Pair]) -> l
     return [
         *_repeated(key, again, len(items), "prompt and answers"),
         *_line(key, against, len(items), what, lambda pair: f"{pair[0]} and {pair[1]}"),
+        *_line(key, unread, len(items), _UNKNOWN, str),
     ]
 
 

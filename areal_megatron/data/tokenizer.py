@@ -133,6 +133,13 @@ class Tokenizer:
         return tokens
 
     @property
+    def unknown_token(self) -> int | None:
+        """The token that stands for all characters that the tokenizer does not know; None if it has none of its own."""
+        others = [text for name, text in self._special.items() if name != "unk_token"]
+        text = self._special["unk_token"]
+        return self._tokenizer.token_to_id(text) if text and text not in others else None
+
+    @property
     def pad_token(self) -> int | None:
         """The token that fills up batches; None if the tokenizer has none, or it ends answers as well. Raises
         ConfigError if the model does not have it."""

@@ -150,7 +150,7 @@ class Console:
             )
             self._note(
                 record["time"],
-                f"{measured} {percent(record.get('accuracy'))} at version {record['version']}, "
+                f"{measured} {percent(record.get('accuracy'))} at {_versions(record)}, "
                 f"{record.get('items', '?')} prompts{_by_file(record)}",
             )
         elif record["kind"] == "start":
@@ -253,10 +253,10 @@ class Console:
         if not self._evaluations:
             return "not measured yet"
         first, last = self._evaluations[0], self._evaluations[-1]
-        accuracy = f"{percent(first.get('accuracy'))} (version {first['version']})"
+        accuracy = f"{percent(first.get('accuracy'))} ({_versions(first)})"
         if last is first:
             return accuracy
-        return f"{accuracy} → {percent(last.get('accuracy'))} (version {last['version']})"
+        return f"{accuracy} → {percent(last.get('accuracy'))} ({_versions(last)})"
 
     def _supervised_facts(self) -> dict[str, str]:
         last = self._steps[-1] if self._steps else {}
@@ -266,6 +266,14 @@ class Console:
             **({"held-out": self._held_out()} if self._evaluations else {}),
             "learning rate": _rate(last),
         }
+
+
+def _versions(evaluation: dict[str, Any]) -> str:
+    """Says which version was measured, or the range where most answers are of later ones."""
+    version = evaluation["version"]
+    if (evaluation.get("version_mean") or version) < version + 0.5:
+        return f"version {version}"
+    return f"versions {version} to {evaluation['version_max']}"
 
 
 def _rate(last: dict[str, Any]) -> str:

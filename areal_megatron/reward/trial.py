@@ -70,6 +70,11 @@ class _Trial:
         answer.where = ""
         (scored,) = await self._workers.ask_once([answer])
         self._look("reward.function", f"cannot score {reprlib.repr(response)} as a response", "a number", scored)
+        if response != WRONG and 0 < scored.score < 1:
+            self._say(
+                f"warning: reward.function: {self._config.function} scores {reprlib.repr(response)}, the right answer "
+                f"to {self._prompt.where}, with {scored.score:g}: accuracy counts scores of 1 or more"
+            )
         return scored.score
 
     async def _add_terms(self, scores: Sequence[float]) -> None:

@@ -131,13 +131,7 @@ def lease(config: Config) -> Iterator[Lease]:
     run = RunFolder(config.run_dir)
     with ExitStack() as stack:
         with _writing(run):
-            made = not os.path.lexists(run.folder)
-            if not made and not run.folder.is_dir():
-                raise ConfigError(f"{config.run_dir} is no folder, or links to one that is not there (not mounted?)")
-            if not made and not config.resume and (not run.leases.exists() or run.has_begun()):
-                raise ConfigError(
-                    f"{config.run_dir} exists: choose another name=…, continue it with resume=auto, or remove it"
-                )
+            made = is_new(config)
             if not made:
                 run.make_private()  # what others may have replaced is drawn anew when the run begins
             held = stack.enter_context(Lease(run, config.machine.lease_s))
@@ -147,6 +141,18 @@ def lease(config: Config) -> Iterator[Lease]:
             if made and not run.began:
                 held.rest()
                 run.discard()
+
+
+def is_new(config: Config) -> bool:
+    """Returns whether the config's run has no folder yet. Raises ConfigError if it has one and is not to be resumed."""
+    run = RunFolder(config.run_dir)
+    if not os.path.lexists(run.folder):
+        return True
+    if not run.folder.is_dir():
+        raise ConfigError(f"{config.run_dir} is no folder, or links to one that is not there (not mounted?)")
+    if not config.resume and (not run.leases.exists() or run.has_begun()):
+        raise ConfigError(f"{config.run_dir} exists: choose another name=…, continue it with resume=auto, or remove it")
+    return False
 
 
 def _check_place(folder: Path) -> None:

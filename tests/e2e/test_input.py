@@ -148,8 +148,9 @@ def test_a_config_json_that_is_too_deep(world, tmp_path, capsys):
 
 def test_a_run_that_exists_is_not_overwritten(world, tmp_path, capsys):
     (tmp_path / "x").mkdir()
-    assert launch(world, tmp_path) == 2
-    _expect_one_line(capsys.readouterr().err, ["exists", "name="])
+    for more in ([], ["--dry-run"]):
+        assert launch(world, tmp_path, *more) == 2
+        _expect_one_line(capsys.readouterr().err, ["exists", "name="])
 
 
 def test_dry_run_says_who_gets_what_and_starts_nothing(world, tmp_path, capsys):

@@ -16,14 +16,16 @@ SIX = {"prompt": [{"role": "user", "content": "What is 6 times 7?"}], "reward_mo
 
 @pytest.fixture
 def said(world, tmp_path):
-    """Returns what the launcher says of rows."""
+    """Returns what the launcher says of rows. `knows`: the tokenizer names no token for what it does not know."""
 
-    def said(found, mode="rl", function="math", **data):
+    def said(found, mode="rl", function="math", knows=True):
         path, model = tmp_path / "d.jsonl", tmp_path / "model"
         path.write_text("".join(json.dumps(row) + "\n" for row in found))
-        if not model.exists():
-            shutil.copytree(world / "model", model)
-            (model / "chat_template.jinja").write_text("{{ messages[-1]['content'] }}")
+        shutil.copytree(world / "model", model, dirs_exist_ok=True)
+        (model / "chat_template.jinja").write_text("{{ messages[-1]['content'] }}")
+        if knows:
+            named = json.loads((model / "tokenizer_config.json").read_text()) | {"unk_token": None}
+            (model / "tokenizer_config.json").write_text(json.dumps(named))
         settings = {"model": ModelConfig(path=str(model)), "reward": RewardConfig(function=function)}
         lines = []
         check_data(Config(name="x", updates=1, mode=mode, data=DataConfig(train=str(path)), **settings), lines.append)
@@ -81,6 +83,14 @@ def test_supervised_rows_that_are_there_twice_or_contradict_others(said):
         "warning: data.train: 1 of 3 rows has the two answers of another row the other way round, so that they teach "
         "nothing together: d:2 and d:1",
     ]
+
+
+def test_characters_that_the_tokenizer_does_not_know_are_named(said):
+    what = "characters that the tokenizer does not know, which are all the same to the model"
+    answers = [{"prompt": "7-2=", "answer": "5"}, {"prompt": "7+2=", "answer": "9"}]
+    assert said(answers, knows=False) == [f"warning: data.train: 1 of 2 rows has {what}: '7-2=' of d:1"]
+    responses = [{"prompt": "7+2=", "response": "9"}, {"prompt": "2", "response": "two"}]
+    assert said(responses, mode="sft", knows=False) == [f"warning: data.train: 1 of 2 rows has {what}: d:2"]
 
 
 def test_rows_shows_them_too(said, tmp_path, capsys):

@@ -295,12 +295,12 @@ def test_without_a_terminal_a_twentieth_of_the_sft_steps(run):
 def test_summary_tells_held_out_accuracy_before_and_after(run):
     console = Console(run, Config(name="demo", updates=40), io.StringIO())
     writer = MetricsWriter(run)
-    writer.write("eval", 0, {"accuracy": 0.412, "items": 500})
+    writer.write("eval", 0, {"accuracy": 0.412, "items": 500, "version_mean": 3.97, "version_max": 9})
     writer.write("eval", 40, {"accuracy": 0.934, "items": 500})
     writer.write("eval", 20, {"accuracy": 0.8, "items": 500})  # evaluations end when they end
     writer.close()
     console.close()
-    assert "held-out accuracy 41% (version 0) → 93% (version 40)" in console.summary()
+    assert "held-out accuracy 41% (versions 0 to 9) → 93% (version 40)" in console.summary()
 
 
 def test_needs_neither_torch_nor_vllm():

@@ -37,6 +37,7 @@ def asks(p, r, a): return float(input() == a)
 def away(p, r, a): raise ServiceAway("not yet")
 def refuses(p, r, a): raise AnswerRefused("no")
 def strict(p, r, a): raise ValueError("no JSON")
+def nearly(p, r, a): return 0.99 * (r == a)
 def few(p, a, answers): return {"x": [1.0]}
 def terms(p, a, answers): return {"x": [one.score for one in answers]}
 """
@@ -95,6 +96,14 @@ def test_what_may_be_right_is_not_refused():
     (line,) = tried(RewardConfig(function="tried:strict"))
     assert line.startswith("warning: reward.function: tried:strict cannot score '2' as a response to d:1: ValueError")
     assert tried(RewardConfig(function="http://127.0.0.1:9/")) == tried(RewardConfig()) == []
+
+
+def test_a_right_answer_that_no_accuracy_would_count_is_told():
+    (line,) = tried(RewardConfig(function="tried:nearly"))
+    assert line == (
+        "warning: reward.function: tried:nearly scores '2', the right answer to d:1, with 0.99: accuracy counts scores "
+        "of 1 or more"
+    )
 
 
 def test_a_function_that_asks_the_user_is_told_that_there_is_nobody():
