@@ -56,8 +56,9 @@ def follow(shell, name, runs=lambda command: True, changed=lambda command: comma
 
 
 def dry(command):
+    """Also of a run that an earlier line has made, under another name."""
     start = command.startswith(STARTS) and "--dry-run" not in command
-    return f"{command} --dry-run" if start else command
+    return f"{command} name=another --dry-run" if start else command
 
 
 @pytest.fixture
