@@ -69,7 +69,7 @@ def main() -> int:
             f"data.eval={world / 'heldout.jsonl'}",
             *overrides,
         )
-        run_step("report", "-m", "areal_megatron.launch.page.report", out / "rl")
+        run_step("report", "-m", "areal_megatron.command", "report", out / "rl")
     except subprocess.CalledProcessError as failed:
         return failed.returncode
     except KeyboardInterrupt:

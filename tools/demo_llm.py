@@ -67,7 +67,7 @@ def main() -> int:
             f"data.eval={world / 'heldout.jsonl'}",
             *overrides,
         )
-        run_step("report", "-m", "areal_megatron.launch.page.report", out / "rl")
+        run_step("report", "-m", "areal_megatron.command", "report", out / "rl")
     except ConfigError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2

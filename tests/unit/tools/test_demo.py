@@ -60,7 +60,7 @@ def launched(tmp_path, monkeypatch):
         monkeypatch.setattr(demo, "accuracy", lambda run: (0.5, 0.9))
         monkeypatch.setattr("sys.argv", ["demo.py", "--out", str(tmp_path / "out"), *overrides])
         assert demo.main() == 0
-        return [call for call in calls if call[1] == "areal_megatron.launch.local"]
+        return [call for call in calls if call[1:3] == ["areal_megatron.command", "train"]]
 
     return of
 
