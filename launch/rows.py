@@ -31,7 +31,7 @@ from areal_megatron.process.errors import first_line
 from areal_megatron.process.shown import guard
 from areal_megatron.process.terminal import Terminal
 from areal_megatron.reward.answers import problem_with_answers
-from areal_megatron.reward.function import RewardFunction, load_function, scored
+from areal_megatron.reward.function import RewardFunction, load_function, scored, takes_row
 from areal_megatron.reward.math import right_answers
 from areal_megatron.reward.trial import try_rewards
 from areal_megatron.run.arguments import Parser
@@ -123,8 +123,9 @@ def _reward(name: str, function: RewardFunction, prompt: Prompt) -> str:
     if name in ("math", "choice"):
         answer = right_answers(prompt.answer)[0].strip() if name == "math" else prompt.answer
         response = f"\\boxed{{{answer}}}"
+    row = (prompt.row or {}) if takes_row(function) else None
     try:
-        score, _ = scored(function, prompt.text, response, prompt.answer, prompt.row or {})
+        score, _ = scored(function, prompt.text, response, prompt.answer, row)
     except Exception as e:  # the function may be the user's
         return f"reward {name} of {_cut(response)!r} fails: {type(e).__name__}: {first_line(e)}"
     return f"reward {name} of {_cut(response)!r}: {score:g}"

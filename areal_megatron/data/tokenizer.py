@@ -376,7 +376,7 @@ class Tokenizer:
     def decode(self, tokens: list[int], special: bool = False) -> str:
         """Returns the text of the tokens; without `special`, as an answer: tags and all, but without the control words
         that only a template writes."""
-        if not special:
+        if not special and not self._left_out.isdisjoint(tokens):
             tokens = [token for token in tokens if token not in self._left_out]
         [text] = self._tokenizer.decode_batch([tokens], skip_special_tokens=False)
         return text

@@ -83,7 +83,7 @@ def _check_signature(name: str, function: Callable) -> None:
     if inspect.iscoroutinefunction(function):
         raise ConfigError(f"reward.function: {name} is `async def`; a reward is a plain function: write `def`")
     try:
-        inspect.signature(function).bind("prompt", "response", "answer", **_extra(function, {}))
+        inspect.signature(function).bind("prompt", "response", "answer", **({"row": {}} if takes_row(function) else {}))
     except TypeError as e:
         raise ConfigError(
             f"reward.function: {name} cannot be called with (prompt, response, answer): {e}; the other columns of a "
@@ -95,27 +95,21 @@ def _check_signature(name: str, function: Callable) -> None:
 
 def takes_row(function: Callable) -> bool:
     """Whether a reward function has a parameter `row`."""
-    return bool(_extra(function, {}))
-
-
-def _extra(function: Callable, row: Mapping[str, Any]) -> dict[str, Any]:
-    """The keyword arguments of a reward function for an answer to this row."""
     try:
         parameter = inspect.signature(function).parameters.get("row")
     except (TypeError, ValueError):
-        return {}
-    by_name = parameter is not None and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-    return {"row": row} if by_name else {}
+        return False
+    return parameter is not None and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
 
 
 def scored(
-    function: RewardFunction, prompt: str, response: str, answer: str, row: Mapping[str, Any]
+    function: RewardFunction, prompt: str, response: str, answer: str, row: Mapping[str, Any] | None
 ) -> tuple[float, str]:
-    """Returns the score and the feedback that a reward function gives, as `checked` does; it gets `row` if it asks.
+    """Returns the score and the feedback that a reward function gives, as `checked` does. `row`: None if it takes none.
 
     Raises WrongResult, and whatever the function does.
     """
-    return checked(function(prompt, response, answer, **_extra(function, row)))
+    return checked(function(prompt, response, answer, **({} if row is None else {"row": row})))
 
 
 class WrongResult(ValueError):

@@ -169,8 +169,9 @@ class Functions:
         text = self._response(answer)
         if answer.cut and self._name in PURE and last_boxed(text) is None:
             return Scored()  # whatever it says last is no final answer
+        row = (answer.row or {}) if self.takes_row else None
         try:
-            found, feedback = scored(self._function, answer.prompt, text, answer.answer, answer.row or {})
+            found, feedback = scored(self._function, answer.prompt, text, answer.answer, row)
         except AnswerRefused as e:
             return Scored(feedback=str(e).encode(errors="replace").decode(), refused=True)
         feedback.encode()  # raises for what is no Unicode, which could not be sent
