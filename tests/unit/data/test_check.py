@@ -51,10 +51,12 @@ def test_an_evaluation_of_trained_prompts_is_refused_unless_it_is_wanted(check, 
 
 
 def test_long_phrases_in_common_are_counted(check, tmp_path):
-    assert check(["1", f"2 {LONG}"], ["3", f"{LONG}?", "4"]) == [
+    *letters, phrases = check(["1", f"2 {LONG}"], ["3", f"{LONG}?", "4"])
+    assert phrases == (
         "warning: data.eval: 1 of 3 prompts has 13 words in a row in common with a row of data.train, such as "
         f"{tmp_path}/eval.jsonl:2 with {tmp_path}/train.jsonl:2"
-    ]
+    )
+    assert ["characters that the tokenizer does not know" in line for line in letters] == [True, True]
 
 
 def test_prompts_that_no_evaluation_asks_are_counted(check, tmp_path):

@@ -364,8 +364,8 @@ async def branching(episode):
     ("workflow", "template", "depths"),
     [
         (by_itself, TEMPLATE, {"0": 0}),
-        (by_itself, FORGETTING, {"0": 0, "0.1": 1, "0.2": 2}),
-        (branching, TEMPLATE, {"0": 0, "0.1": 1, "0.2": 0, "0.3": 0}),
+        (by_itself, FORGETTING, {"0.0": 0, "0.1": 1, "0.2": 2}),
+        (branching, TEMPLATE, {"0.0": 0, "0.1": 1, "0.2": 0, "0.3": 0}),
     ],
 )
 def test_samples_are_below_the_one_whose_history_they_branch_from(tmp_path, workflow, template, depths):

@@ -205,6 +205,7 @@ ELSEWHERE = {
     "run": "hands the program to a process of its own",
     "run_program": "hands the program to a process of its own",
     "check_isolation": "a key of the config",
+    "check_messages": "looks at types alone",
     "serve": "hands texts to what is measured here",
     "is_score": "no text is one",
     "openai_error": "a line that says what is wrong with a call",
