@@ -55,14 +55,8 @@ def doubts(config: Config, key: str, prompts: Sequence[Prompt], unknown: int | N
             lambda pair: f"{pair[0].where} ({_cut(pair[0].answer)}) and {pair[1].where} ({_cut(pair[1].answer)})",
         ),
         *_line(key, empty, len(prompts), "no answer", lambda one: f"{_cut(one.answer)} of {one.where}"),
-        *_line(key, mute, len(prompts), "a prompt that asks nothing", lambda one: f"{_cut(one.text)} of {one.where}"),
-        *_line(
-            key,
-            [prompt for prompt in prompts if unknown in prompt.tokens],
-            len(prompts),
-            _UNKNOWN,
-            lambda one: f"{_cut(one.text)} of {one.where}",
-        ),
+        *_line(key, mute, len(prompts), "a prompt that asks nothing", _asked),
+        *_line(key, [prompt for prompt in prompts if unknown in prompt.tokens], len(prompts), _UNKNOWN, _asked),
     ]
 
 
@@ -129,6 +123,10 @@ def _line(key: str, found: Sequence[Any], rows: int, what: str, shown: Any, most
         yield f"data.{key}: {len(found):,} of {rows:,} rows {'have' if len(found) > 1 else 'has'} {what}: {named}" + (
             "; …" if len(found) > most else ""
         )
+
+
+def _asked(prompt: Prompt) -> str:
+    return f"{_cut(prompt.text)} of {prompt.where}"
 
 
 def _cut(text: str) -> str:

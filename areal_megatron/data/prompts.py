@@ -50,6 +50,11 @@ class Prompt:
     """The messages of the prompt; None if its text is the only one, the user's."""
 
     @property
+    def place(self) -> str:
+        """Its file and row, or its number where it comes from no file."""
+        return self.where or f"prompt {self.id}"
+
+    @property
     def messages(self) -> Chat:
         return self.chat or [{"role": "user", "content": self.text}]
 

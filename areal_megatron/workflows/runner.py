@@ -116,7 +116,7 @@ class EpisodeRunner:
             problem, episode.discount = f"its discount is {reprlib.repr(episode.discount)}", 1.0
         episode.discount = float(episode.discount)  # such as NumPy's, which no message has
         if problem:
-            problem = f"{episode.prompt.where or f'prompt {episode.prompt.id}'}: {problem}"
+            problem = f"{episode.prompt.place}: {problem}"
             self._tell_failure(problem, bool(episode.answers))
         self._answered |= episode.answers > 0
         return scores, problem

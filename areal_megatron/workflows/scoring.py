@@ -183,8 +183,8 @@ def scores_of(result: object, answers: int) -> tuple[float, ...]:
 
     Raises WrongResult for a list of another length, or what is no score.
     """
-    tuple_of_scores = isinstance(result, tuple) and result and is_score(result[-1])
-    if tuple_of_scores or (isinstance(result, np.ndarray) and result.ndim):
+    holds_scores = isinstance(result, tuple) and result and is_score(result[-1])
+    if holds_scores or (isinstance(result, np.ndarray) and result.ndim):
         raise WrongResult(f"the workflow returned {reprlib.repr(result)}: scores of several answers come in a list")
     if not isinstance(result, list):
         return (checked(result, "the workflow")[0],)

@@ -108,7 +108,7 @@ class EpisodeWorkers:
                 worker = min(self._workers, key=lambda one: len(one.running))
                 return await worker.run(sampling, spec, scorer)
             except _WorkerDiedError as e:
-                problem = f"{spec.prompt.where or f'prompt {spec.prompt.id}'}: {e}"
+                problem = f"{spec.prompt.place}: {e}"
                 # the engine may still be ending the requests that were withdrawn
                 spec = replace(spec, request_id=f"{spec.request_id}-again")
             except _NotSentError as e:
