@@ -11,6 +11,7 @@ from areal_megatron.config import Config, config_file
 from areal_megatron.data.supervised import SupervisedData
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.process.ending import end
+from areal_megatron.process.imports import uncollected
 from areal_megatron.process.shown import guard
 from areal_megatron.run.folder import RunFolder, from_command_line, one_line
 from areal_megatron.run.versions import require
@@ -57,10 +58,11 @@ def main() -> None:
     run, rank = from_command_line("areal_megatron.supervised")
     config = config_file.load(run.config)
     require("trainer", config)  # before any of these imports megatron-core, which may fail with other versions
-    from areal_megatron.rank.checkpoints import Checkpoints
-    from areal_megatron.rank.progress import Progress
-    from areal_megatron.trainer import check_fields
-    from areal_megatron.trainer.trainer import Trainer
+    with uncollected():
+        from areal_megatron.rank.checkpoints import Checkpoints
+        from areal_megatron.rank.progress import Progress
+        from areal_megatron.trainer import check_fields
+        from areal_megatron.trainer.trainer import Trainer
 
     check_fields.require(config)
     tokenizer = Tokenizer(config.model.path)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from areal_megatron.config import config_file
 from areal_megatron.process.ending import end
+from areal_megatron.process.imports import uncollected
 from areal_megatron.process.shown import guard
 from areal_megatron.run.folder import from_command_line, one_line
 from areal_megatron.run.versions import require
@@ -55,13 +56,14 @@ def main() -> None:
     run, rank = from_command_line("areal_megatron.train")
     config = config_file.load(run.config)
     require("trainer", config)  # before any of these imports megatron-core, which may fail with other versions
-    from areal_megatron.rank.checkpoints import Checkpoints
-    from areal_megatron.rank.controller_port import ControllerPort
-    from areal_megatron.rank.experience import Experience
-    from areal_megatron.rank.orders import obey
-    from areal_megatron.rank.weights import Weights
-    from areal_megatron.trainer import check_fields
-    from areal_megatron.trainer.trainer import Trainer
+    with uncollected():
+        from areal_megatron.rank.checkpoints import Checkpoints
+        from areal_megatron.rank.controller_port import ControllerPort
+        from areal_megatron.rank.experience import Experience
+        from areal_megatron.rank.orders import obey
+        from areal_megatron.rank.weights import Weights
+        from areal_megatron.trainer import check_fields
+        from areal_megatron.trainer.trainer import Trainer
 
     check_fields.require(config)
     with Trainer(config, run, rank) as trainer, ControllerPort(config, run, trainer.parallel) as controller:

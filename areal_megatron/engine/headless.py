@@ -7,20 +7,21 @@ The rest looks up the version of a package called `vllm`, which vLLM's CPU build
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
 import sys
 
 from areal_megatron.config import ConfigError
 from areal_megatron.engine import vllm_options
 from areal_megatron.process import lifeline
+from areal_megatron.process.imports import uncollected
 
 
 def main() -> None:
     lifeline.hold()
-    from vllm.entrypoints.cli.serve import ServeSubcommand
-    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
+    with uncollected():
+        from vllm.entrypoints.cli.serve import ServeSubcommand
+        from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     cli_env_setup()
     parser, command = FlexibleArgumentParser(), ServeSubcommand()
@@ -36,7 +37,6 @@ def main() -> None:
     except SystemExit:  # by SIGTERM: ranks that wait for the first part do not see it, and vLLM waits for them
         for rank in multiprocessing.active_children():
             rank.kill()
-        gc.freeze()  # otherwise the interpreter's last collections visit all of vLLM's objects, which takes 2 s
         raise
 
 

@@ -14,18 +14,20 @@ from areal_megatron.engine.environment import SERVED_MODEL
 from areal_megatron.engine.server import PASSED_THROUGH
 from areal_megatron.process import lifeline
 from areal_megatron.process.ending import end
+from areal_megatron.process.imports import uncollected
 
 
 def main() -> None:
     lifeline.hold()
-    import uvloop
-    from vllm.entrypoints.launchers.api_server.entry import run_server
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
-    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
-    from vllm.logger import configure_logging_from_args
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
+    with uncollected():
+        import uvloop
+        from vllm.entrypoints.launchers.api_server.entry import run_server
+        from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+        from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+        from vllm.logger import configure_logging_from_args
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    from areal_megatron.engine.guard import uvicorn_options
+        from areal_megatron.engine.guard import uvicorn_options
 
     cli_env_setup()
     try:
