@@ -5,9 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import NamedTuple
-
-import numpy as np
 
 from areal_megatron.config import RolloutConfig
 from areal_megatron.config.algorithms import are_equal
@@ -50,9 +49,8 @@ class Difficulty:
         rate = sum(score.correct for score in trained) / len(trained)
         self.measured[prompt.id] = Measured(rate, version)
         # the last one has what lengths add; nothing is earned by another answer before it
-        earned = [np.trim_zeros(score.of_answers[:-1], "b") for score in trained]
-        uniform = are_equal([score.score for score in trained]) and len({*map(len, earned)}) == 1
-        uniform = uniform and all(map(are_equal, zip(*earned, strict=True)))
+        earned = zip_longest(*(score.of_answers[:-1] for score in trained), fillvalue=0.0)
+        uniform = are_equal([score.score for score in trained]) and all(map(are_equal, earned))
         return rollout.filter_groups and (uniform or not rollout.min_pass_rate <= rate <= rollout.max_pass_rate)
 
 

@@ -7,13 +7,14 @@ torch.
 from __future__ import annotations
 
 import contextlib
-import json
 import queue
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
+
+import msgspec
 
 from areal_megatron.observe.background import FLUSH_S, AppendedFile
 
@@ -96,7 +97,7 @@ class Timeline:
             "tid": thread,
             "args": args,
         }
-        self._file.write(f"{json.dumps(event)}\n".encode())
+        self._file.write(msgspec.json.encode(event) + b"\n")
 
     def close(self, timeout_s: float = FLUSH_S) -> None:
         if self._follower:
