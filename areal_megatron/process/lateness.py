@@ -81,11 +81,12 @@ def now() -> float:
 
 async def within(limit_s: float, awaited: Awaitable[T]) -> T:
     """Returns the result of `awaited`, or cancels it and raises TimeoutError after limit_s attended seconds."""
-    deadline = now() + limit_s + _READ_S
+    clock = attended_time()
+    deadline = clock.now() + limit_s + _READ_S
     task = asyncio.ensure_future(awaited)
     try:
         while not task.done():
-            if (left := deadline - now()) <= 0:
+            if (left := deadline - clock.now()) <= 0:
                 raise TimeoutError(f"no result within {limit_s:g} s")
             await asyncio.wait([task], timeout=left)
         return task.result()

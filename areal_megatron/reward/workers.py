@@ -27,6 +27,7 @@ from areal_megatron.reward.worker import HEADER, Answer, AnswerGroup, Ready, Sco
 from areal_megatron.run.folder import RunError
 
 log = logging.getLogger(__name__)
+_READ_BYTES = 2**16
 _START_TIMEOUT_S = 120
 _RETRY_S = 1.0
 _REMIND_S = 60.0
@@ -175,7 +176,7 @@ class RewardWorkers:
         name = self._config.group_function if isinstance(request, AnswerGroup) else self._config.function
         name = f"{request.where}: {name}" if request.where else name
         try:
-            while (scored := await within(limit, worker.next_scored())).away:
+            while (scored := worker.heard() or await within(limit, worker.next_scored())).away:
                 self._wait_for_service(scored.problem)
             self._away_since = None
         except TimeoutError:
@@ -242,6 +243,7 @@ class _Worker:
         assert process.stdin is not None and process.stdout is not None
         self._process, self._stdin, self._stdout = process, process.stdin, process.stdout
         self.dead = self.takes_row = False
+        self._unread = bytearray()
 
     @classmethod
     async def start(cls, config: RewardConfig, places: Sequence[str], output: str | Path | None) -> _Worker:
@@ -271,6 +273,11 @@ class _Worker:
         frame = msgspec.msgpack.encode(requests)
         self._stdin.write(HEADER.pack(len(frame)) + frame)
 
+    def heard(self) -> Scored | None:
+        """Returns the next result if it is there already: waiting for each would take turns of a busy event loop."""
+        frame = self._frame()
+        return None if frame is None else _decode_scored(frame)
+
     async def next_scored(self) -> Scored:
         return _decode_scored(await self._read())
 
@@ -282,5 +289,19 @@ class _Worker:
         await self._process.wait()
 
     async def _read(self) -> bytes:
-        (length,) = HEADER.unpack(await self._stdout.readexactly(HEADER.size))
-        return await self._stdout.readexactly(length)
+        while (frame := self._frame()) is None:
+            if not (more := await self._stdout.read(_READ_BYTES)):
+                raise asyncio.IncompleteReadError(bytes(self._unread), None)
+            self._unread += more
+        return frame
+
+    def _frame(self) -> bytes | None:
+        """Takes a whole message off what was read."""
+        if len(self._unread) < HEADER.size:
+            return None
+        end = HEADER.size + HEADER.unpack_from(self._unread)[0]
+        if len(self._unread) < end:
+            return None
+        frame = bytes(self._unread[HEADER.size : end])
+        del self._unread[:end]
+        return frame
