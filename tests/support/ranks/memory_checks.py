@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -30,20 +31,25 @@ def measure(
     folder: Path, tp: int, dtype: str, recompute: str, layers: int = 0, megatron: dict[str, Any] = MappingProxyType({})
 ) -> dict[str, int]:
     """Returns the bytes of buffers, optimizer states and tensors saved in a forward pass."""
-    config = Config(
-        name="t",
-        updates=1,
-        mode="sft",
-        model=ModelConfig(str(folder), dtype),
-        data=DataConfig(""),
-        trainer=TrainerConfig(tp=tp, recompute=recompute, recompute_layers=layers, microbatch_tokens=TOKENS),
-    )
-    config.trainer.megatron = dict(megatron)
-    found = {kind: allocated(config, kind) for kind in (PolicyModel, ValueModel)}
-    chunk, parts = found[PolicyModel]
+    trainer = TrainerConfig(tp=tp, recompute=recompute, recompute_layers=layers, microbatch_tokens=TOKENS)
+    trainer.megatron = dict(megatron)
+    chunk, parts = allocated(config_of(folder, dtype, trainer), PolicyModel)
     for parameter in chunk.parameters():
         torch.nn.init.normal_(parameter.data, std=0.02)
-    return parts | {"critic": sum(found[ValueModel][1].values()), "saved": saved(chunk)}
+    return parts | {"critic": of_critic(folder, tp, dtype), "saved": saved(chunk)}
+
+
+@cache
+def of_critic(folder: Path, tp: int, dtype: str) -> int:
+    """Returns the bytes of a critic's buffers and optimizer states, which no recomputation changes."""
+    _, parts = allocated(config_of(folder, dtype, TrainerConfig(tp=tp, microbatch_tokens=TOKENS)), ValueModel)
+    return sum(parts.values())
+
+
+def config_of(folder: Path, dtype: str, trainer: TrainerConfig) -> Config:
+    return Config(
+        name="t", updates=1, mode="sft", model=ModelConfig(str(folder), dtype), data=DataConfig(""), trainer=trainer
+    )
 
 
 def allocated(config: Config, kind: type) -> tuple[torch.nn.Module, dict[str, int]]:
@@ -108,16 +114,8 @@ def write_alive(folder: Path, rank: int, models: str, cp: int) -> None:
     found = {}
     for model, recompute in itertools.product(sorted(Path(models).iterdir()), ("none", "full")):
         trainer = TrainerConfig(cp=cp, recompute=recompute, microbatch_tokens=TOKENS)
-        config = Config(
-            name="t",
-            updates=1,
-            mode="sft",
-            model=ModelConfig(str(model), "float32"),
-            data=DataConfig(""),
-            trainer=trainer,
-        )
         torch.manual_seed(0)
-        chunk, _ = allocated(config, PolicyModel)
+        chunk, _ = allocated(config_of(model, "float32", trainer), PolicyModel)
         for parameter in chunk.parameters():
             torch.nn.init.normal_(parameter.data, std=0.02)
         found[f"{model.name} {recompute}"] = alive(chunk, RowPart.of(chunk.config, CPU))
