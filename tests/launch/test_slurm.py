@@ -120,10 +120,11 @@ def test_a_job_is_killed_in_part_and_preempted_and_ends_by_itself(
     cluster, submit, traces, world, tmp_path, capsys, killed
 ):
     """A trainer rank dies, if `killed`: the run restarts. A more important job comes: this one saves, is queued and
-    resumes."""
-    run, updates, nodes = RunFolder(tmp_path / "run"), 40, 4 if killed else 3
+    resumes. With one that is killed there are two trainers and two engines, otherwise one of each."""
+    run, updates, ranks = RunFolder(tmp_path / "run"), 40, 2 if killed else 1
+    nodes = 2 * ranks
     changes = {"rollout.max_staleness": 2, "reward.function": "tests.support.rewards:brief", "eval.share": 1}
-    arguments = tiny(world, tmp_path, updates=updates, **changes, **{"rollout.engines": nodes - 2})
+    arguments = tiny(world, tmp_path, updates=updates, **changes, **{"trainer.pp": ranks, "rollout.engines": ranks})
     job = submit("--restarts", "1", *arguments, options=[f"--nodes={nodes}"])
     eventually(lambda: trained(run) >= 2, 300, lambda: cluster.output(job))
     assert status.main([str(run.folder)]) == 0
@@ -145,7 +146,7 @@ def test_a_job_is_killed_in_part_and_preempted_and_ends_by_itself(
 
     assert status.main([str(run.folder)]) == 0 and f": done, version {updates} of {updates}" in capsys.readouterr().out
     output = cluster.output(job)
-    dead = [rank for rank in range(2) if f"trainer-{rank} was killed by SIGKILL" in output]
+    dead = [rank for rank in range(ranks) if f"trainer-{rank} was killed by SIGKILL" in output]
     assert bool(dead) == killed, output
     assert "queueing the job again" in output and output.count("resuming from") == 1 + killed
     assert not run.faults.exists(), "to make room for another job is no fault"
