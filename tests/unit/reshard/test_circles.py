@@ -62,11 +62,11 @@ def circles(taken, schedules, trainers=CONNECTIONS, engines=CONNECTIONS, **optio
 @pytest.mark.parametrize("queues", QUEUES)
 def test_messages_one_at_a_time_never_wait_in_a_circle_by_themselves(sizes, queues):
     taken = threads(sizes, after_receiver=False)
-    assert not circles(taken, 10_000 // 9 + 1, queues, queues, nccl_waits=False)
+    assert not circles(taken, 200, queues, queues, nccl_waits=False)
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize(("engines", "schedules"), [(2, 1500), (8, 150)])
+@pytest.mark.parametrize(("engines", "schedules"), [(2, 300), (8, 30)])
 def test_messages_that_are_sent_after_their_receives_are_posted_never_wait_in_a_circle(sizes, engines, schedules):
     assert not circles(threads(sizes, engines=engines), schedules)
 
@@ -76,6 +76,15 @@ def test_messages_that_are_sent_after_their_receives_are_posted_never_wait_in_a_
 def test_nor_in_ten_thousand_schedules(engines, schedules):
     """24 links on a rank of the trainers are those of configs/qwen3_235b.yaml on 36 nodes."""
     assert not circles(threads(MegatronSizes(tp=2, pp=2), engines=engines), schedules)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_nor_in_more_schedules_of_each_layout(sizes):
+    for queues in QUEUES:
+        assert not circles(threads(sizes, after_receiver=False), 10_000 // 9 + 1, queues, queues, nccl_waits=False)
+    for engines, schedules in ((2, 1500), (8, 150)):
+        assert not circles(threads(sizes, engines=engines), schedules)
 
 
 @pytest.mark.parametrize("sizes", SIZES[1:], ids=str)
