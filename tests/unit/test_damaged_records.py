@@ -114,9 +114,24 @@ def run(tmp_path_factory, model):  # noqa: F811
 
 @pytest.fixture(autouse=True)
 def without_waits(monkeypatch):
-    """Nothing that is damaged here is about to be replaced, no disk loses its power, and a config is read once."""
-    load = cache(config_file.load)
-    monkeypatch.setattr(config_file, "load", lambda path: deepcopy(load(path)))
+    """Nothing that is damaged here is about to be replaced, no disk loses its power, and what a config holds is read
+    once, also where it is refused: each of its readers calls the same `load`."""
+    load = config_file.load
+
+    @cache
+    def outcome(path, content):
+        try:
+            return load(path)
+        except ConfigError as e:
+            return e
+
+    def loaded(path):
+        found = outcome(path, path.read_bytes() if path.is_file() else None)
+        if isinstance(found, ConfigError):
+            raise found.with_traceback(None)
+        return deepcopy(found)
+
+    monkeypatch.setattr(config_file, "load", loaded)
     monkeypatch.setattr("os.fsync", lambda descriptor: None)
     monkeypatch.setattr(records, "_WATCH_S", 0.0)
     monkeypatch.setattr(lease, "_LOOK_S", 0.001)
