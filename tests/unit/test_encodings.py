@@ -124,7 +124,17 @@ def test_help_shows_what_the_terminal_can(locale, folder):
     assert code == 0 and b"usage: areal COMMAND \\u2026" in out
 
 
-@pytest.mark.parametrize("command", ["train", "status", "audit"])
+READ = [
+    ("C", "train"),
+    ("C", "status"),
+    ("C", "audit"),
+    ("ISO-8859-1", "status"),
+    pytest.param("ISO-8859-1", "train", marks=pytest.mark.soak),  # the same two ways to be called, of another command
+    pytest.param("ISO-8859-1", "audit", marks=pytest.mark.soak),
+]
+
+
+@pytest.mark.parametrize(("locale", "command"), READ, indirect=["locale"])
 def test_a_config_is_utf_8_in_any_locale(locale, folder, command):
     """Called by `areal`, and as a module: of both the text is what was written."""
     modules = {
