@@ -17,7 +17,9 @@ from areal_megatron.process.errors import Rarely
 from areal_megatron.run.credentials import Credentials, new_credentials
 from tests.support.listeners import DESCRIPTORS, STRANGER_S, listening
 
-RANDOM, CRAFTED, SILENT = 5000, 500, 1000
+CRAFTED, SILENT = 500, 1000
+COUNTS = [1000, pytest.param(5000, marks=pytest.mark.soak)]
+"""How many random requests there are."""
 
 
 @pytest.fixture(params=["engine", "agents", "page"])
@@ -134,7 +136,7 @@ async def send(listener, request, gate):
         return answer
 
 
-async def flood(listener):
+async def flood(listener, count):
     """Returns the answers to all requests, and the connections that say too little."""
     halves = [
         b"",
@@ -150,11 +152,11 @@ async def flood(listener):
         silent.append(connection)
         await asyncio.sleep(0.0005)
     gate = asyncio.Semaphore(60)
-    requests = itertools.chain(random_requests(RANDOM), crafted_requests(listener, CRAFTED))
+    requests = itertools.chain(random_requests(count), crafted_requests(listener, CRAFTED))
     return await asyncio.gather(*(send(listener, request, gate) for request in requests)), silent
 
 
-def survived(listener, tls=None):
+def survived(listener, count, tls=None):
     """Floods the server, beside a friend who is served all the time, mostly within a second and each time within five,
     of which busy cores take their part; returns what the strangers were answered.
 
@@ -166,10 +168,10 @@ def survived(listener, tls=None):
     descriptors = listener.process.num_fds() - 1
     friend.start()
     try:
-        answers, silent = asyncio.run(flood(listener))
+        answers, silent = asyncio.run(flood(listener, count))
     finally:
         friend.stop()
-    assert len(answers) == RANDOM + CRAFTED and len(silent) == SILENT > DESCRIPTORS
+    assert len(answers) == count + CRAFTED and len(silent) == SILENT > DESCRIPTORS
     assert not friend.problems and len(friend.seconds) > 50
     assert max(friend.seconds) < 5 and statistics.median(friend.seconds) < 1
     friend.ask(kept)  # its connection has survived
@@ -184,40 +186,42 @@ def survived(listener, tls=None):
     return answers
 
 
-def test_strangers_end_nothing_and_use_nothing_up(listener):
-    found = {answer.split(b" ")[1] for answer in survived(listener) if answer}
+@pytest.mark.parametrize("count", COUNTS)
+def test_strangers_end_nothing_and_use_nothing_up(listener, count):
+    found = {answer.split(b" ")[1] for answer in survived(listener, count) if answer}
     assert b"401" in found and all(status.startswith(b"4") for status in found), found
     assert "\x1b" not in listener.log and "\nforged" not in listener.log
 
 
+@pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("kind", ["site", "agents-tls"])
-def test_strangers_at_an_engine_of_another_site_and_at_an_endpoint_for_others_use_nothing_up(tmp_path, kind):
-    """None of them gets past the handshake. 6,500 of them keep the cores busy, and a friend waits for that: but not for
-    as long as it would behind a few strangers who are silent for STRANGER_S each."""
+def test_strangers_at_an_engine_of_another_site_and_at_an_endpoint_for_others_use_nothing_up(tmp_path, kind, count):
+    """None of them gets past the handshake. Thousands of them keep the cores busy, and a friend waits for that: but not
+    for as long as it would behind a few strangers who are silent for STRANGER_S each."""
     (tmp_path / "site.pem").write_bytes(new_credentials())
     with listening(kind, tmp_path) as listener:
-        answers = survived(listener, Credentials(tmp_path / "site.pem").calling())
+        answers = survived(listener, count, Credentials(tmp_path / "site.pem").calling())
         assert not any(b"HTTP" in answer for answer in answers)
 
 
-@pytest.mark.parametrize("path", ["/models", "/%0aforged:line%1b[2J"])
-def test_a_stranger_is_told_and_its_connection_closed(listener, path):
-    with socket.create_connection((listener.host, listener.port), timeout=1) as stranger:
-        stranger.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
-        answer = b"".join(iter(lambda: stranger.recv(65536), b""))
-    assert answer.startswith(b"HTTP/1.1 401") and b"\r\nconnection: close\r\n" in answer.lower()
-    assert "\nforged" not in listener.log and "\x1b" not in listener.log
-    assert len([line for line in listener.log.splitlines() if line.startswith("refused ")]) == 1
+def test_a_stranger_is_told_and_its_connection_closed(listener):
+    for number, path in enumerate(("/models", "/%0aforged:line%1b[2J"), start=1):
+        with socket.create_connection((listener.host, listener.port), timeout=1) as stranger:
+            stranger.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+            answer = b"".join(iter(lambda stranger=stranger: stranger.recv(65536), b""))
+        assert answer.startswith(b"HTTP/1.1 401") and b"\r\nconnection: close\r\n" in answer.lower()
+        assert "\nforged" not in listener.log and "\x1b" not in listener.log
+        assert len([line for line in listener.log.splitlines() if line.startswith("refused ")]) == number
 
 
-@pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\nHost: x\r\nX-Half: "])
-def test_a_connection_that_says_too_little_is_closed(listener, said):
-    with socket.create_connection((listener.host, listener.port), timeout=STRANGER_S + 5) as stranger:
-        stranger.sendall(said)
-        started = time.monotonic()
-        with contextlib.suppress(ConnectionResetError):
-            assert stranger.recv(1) == b""
-        assert time.monotonic() - started > STRANGER_S - 0.5
+def test_a_connection_that_says_too_little_is_closed(listener):
+    for said in (b"", b"GET / HTTP/1.1\r\nHost: x\r\nX-Half: "):
+        with socket.create_connection((listener.host, listener.port), timeout=STRANGER_S + 5) as stranger:
+            stranger.sendall(said)
+            started = time.monotonic()
+            with contextlib.suppress(ConnectionResetError):
+                assert stranger.recv(1) == b""
+            assert time.monotonic() - started > STRANGER_S - 0.5
 
 
 def test_a_kind_of_error_gets_few_lines_whatever_each_was_about(caplog):
