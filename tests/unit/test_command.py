@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from areal_megatron.command import COMMANDS, parser_of
+from areal_megatron.process.called import call
 from tests.conftest import ROOT
 from tests.support.areal import Shell
 
@@ -41,10 +42,16 @@ def test_help_names_every_command_and_is_there_at_once(areal):
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_is_a_program_that_names_itself_as_it_was_called(areal, name):
+def test_every_command_is_a_program_that_names_itself_as_it_was_called(name, monkeypatch):
     assert parser_of(COMMANDS[name].module).prog == f"python -m {COMMANDS[name].module}"
-    shown = areal(name, "--help")
-    assert shown.returncode == 0 and shown.stdout.startswith(f"usage: areal {name} ")
+    monkeypatch.setenv("AREAL_CALLED", "")  # it is set back afterwards
+    call(f"areal {name}")
+    assert parser_of(COMMANDS[name].module).format_help().startswith(f"usage: areal {name} ")
+
+
+def test_the_program_that_a_command_becomes_shows_its_help(areal):
+    shown = areal("status", "--help")
+    assert shown.returncode == 0 and shown.stdout.startswith("usage: areal status ")
 
 
 @pytest.mark.parametrize(
@@ -73,6 +80,14 @@ def test_modules_of_the_folder_are_found_as_with_python_m(areal, world, tmp_path
     assert done.returncode == 2 and "reward.function" in done.stderr and done.stderr.count("\n") == 1
 
 
+@pytest.fixture(scope="module")
+def completion(areal, tmp_path_factory):
+    """The file of what `areal completion bash` prints."""
+    path = tmp_path_factory.mktemp("completion") / "areal.bash"
+    path.write_text(areal("completion", "bash").stdout)
+    return path
+
+
 @pytest.mark.parametrize(
     ("line", "found"),
     [
@@ -92,10 +107,11 @@ def test_modules_of_the_folder_are_found_as_with_python_m(areal, world, tmp_path
         ("areal completion z", {"zsh "}),
     ],
 )
-def test_bash_completes(areal, line, found):
+def test_bash_completes(areal, completion, line, found):
     """By the script that `areal completion bash` prints; bash replaces what follows the last `=` alone."""
     script = (
-        'set -e; eval "$(areal completion bash)"; COMP_LINE=$1; COMP_POINT=${#1}; COMP_TYPE=9; COMPREPLY=()\n'
+        f"set -e; source {shlex.quote(str(completion))}; "
+        "COMP_LINE=$1; COMP_POINT=${#1}; COMP_TYPE=9; COMPREPLY=()\n"
         "_python_argcomplete areal '' '' || true; printf '%s\\n' \"${COMPREPLY[@]}\""
     )
     done = areal(bash=f"set -- {shlex.quote(line)}; {script}", cwd=ROOT)
