@@ -19,6 +19,7 @@ from areal_megatron.workflows.episode import EpisodeSpec
 from areal_megatron.workflows.sampling import Sampling
 from areal_megatron.workflows.workers import EpisodeWorkers, WorkflowRunner
 from tests.support.chat_world import FORGETTING, World
+from tests.support.soaking import with_soaked
 
 MODULE = textwrap.dedent("""
     import asyncio, os, pathlib, re, signal, time
@@ -74,12 +75,15 @@ MODULE = textwrap.dedent("""
         await episode.sample()
         re.match(r"(a|a)*b", "a" * 60)
 
-    async def computes(episode):
-        end = time.monotonic() + 1
+    async def computes(episode, seconds=1.0):
+        end = time.monotonic() + seconds
         while time.monotonic() < end:
             pass
         await episode.sample()
         return 1.0
+
+    async def computes_a_little(episode):
+        return await computes(episode, 0.5)
 
     async def reads_the_row(episode):
         await episode.sample()
@@ -173,14 +177,17 @@ def test_the_row_is_the_workflows(tmp_path, monkeypatch):
     assert found.score.reward == 0.0 and found.score.of_answers == () and found.score.score == 0.5
 
 
-@pytest.mark.parametrize("row", [{"text": "\ud800"}, {"number": 2**64}])
-def test_a_row_that_cannot_be_sent_fails_its_episode(tmp_path, monkeypatch, row):
-    async def then(pool):
-        return await pool.sample(1, row=row, where="x:3"), await pool.sample(1, row=ROW)
+def test_a_row_that_cannot_be_sent_fails_its_episode(tmp_path, monkeypatch):
+    rows = {"text": "\ud800"}, {"number": 2**64}
 
-    ((failed,), (found,)), counts = Pool(tmp_path, monkeypatch, "reads_the_row").run(then)
-    assert failed.score.failure.startswith("x:3: cannot be sent to a process of workflows: ")
-    assert not failed.score.trained and counts["workflow_failures"] == 1 and found.score.trained
+    async def then(pool):
+        return [(await pool.sample(1, row=row, where="x:3"), await pool.sample(1, row=ROW)) for row in rows]
+
+    pairs, counts = Pool(tmp_path, monkeypatch, "reads_the_row").run(then)
+    for (failed,), (found,) in pairs:
+        assert failed.score.failure.startswith("x:3: cannot be sent to a process of workflows: ")
+        assert not failed.score.trained and found.score.trained
+    assert counts["workflow_failures"] == len(pairs) == 2
 
 
 def test_what_fails_is_counted(tmp_path, monkeypatch):
@@ -228,7 +235,8 @@ def test_an_episode_does_not_fail_of_another_that_ends_every_worker(tmp_path, mo
     assert counts["workflow_deaths"] == 3 and counts["workflow_failures"] == 1
 
 
-@pytest.mark.parametrize("workflow", ["holds_up", "holds_the_interpreter"])
+# what holds the interpreter lets no other thread run either: it asks for more than what sleeps
+@pytest.mark.parametrize("workflow", with_soaked(("holds_up", "holds_the_interpreter"), ["holds_up"]))
 def test_a_workflow_that_holds_up_its_process_is_ended(tmp_path, monkeypatch, workflow):
     ((found,), counts) = Pool(tmp_path, monkeypatch, workflow, timeout_s=0.5).run(n=1)
     assert "or held it up for rollout.workflow_timeout_s=0.5 s" in found.score.failure
@@ -237,7 +245,7 @@ def test_a_workflow_that_holds_up_its_process_is_ended(tmp_path, monkeypatch, wo
 
 def test_what_a_workflow_computes_holds_up_nobody_here(tmp_path, monkeypatch):
     async def then(pool):
-        sampling, late = asyncio.ensure_future(pool.sample(4)), []
+        sampling, late = asyncio.ensure_future(pool.sample(2)), []
         while not sampling.done():
             before = time.monotonic()
             await asyncio.sleep(0.01)
@@ -250,7 +258,7 @@ def test_what_a_workflow_computes_holds_up_nobody_here(tmp_path, monkeypatch):
 
 def test_many_that_compute_in_turn_hold_up_nobody(tmp_path, monkeypatch):
     """Eight, each within the limit, in one turn of the event loop."""
-    found, counts = Pool(tmp_path, monkeypatch, "computes", timeout_s=2.5).run(n=8)
+    found, counts = Pool(tmp_path, monkeypatch, "computes_a_little", timeout_s=2.0).run(n=8)
     assert all(one.score.correct for one in found) and counts["workflow_deaths"] == 0
 
 
