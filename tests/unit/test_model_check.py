@@ -583,7 +583,7 @@ raise SystemExit(wrong > 0)
 
 @pytest.mark.parametrize("step", [2, pytest.param(1, marks=pytest.mark.soak)])
 def test_whatever_config_json_says_is_refused_in_one_line_or_planned_in_little_memory(tmp_path, step):
-    """Of a dense model each value of each key; of the others each `step`-th, for every second key the other half."""
+    """Each value of each key for a dense model; for the others each `step`-th, and the other half for the next key."""
     command = [sys.executable, "-c", PROGRAM, str(tmp_path), str(step)]
     process = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert process.returncode == 0, process.stdout[-5000:] + process.stderr[-3000:]

@@ -131,7 +131,7 @@ BAD = {
 
 @pytest.mark.parametrize("kinds", [[*BAD][::2], [*BAD][1::2]], ids=["even", "odd"])
 def test_any_other_reply_is_a_counted_failure(url, kinds, caplog):
-    """Of ten failures each has a line."""
+    """Each has a line, of ten failures at most."""
     answers = [answer for kind in kinds for answer in (Answer("", "", kind), Answer("ab", "", "score"))]
     assert scored(url, answers) == ([None, 2.0] * len(kinds), len(kinds), True)
     failures = [record.getMessage() for record in caplog.records if record.msg.startswith("reward failure ")]
