@@ -268,7 +268,7 @@ class Choices(random.Random):
 
 
 @given(st.lists(st.integers(0, 999), min_size=150, max_size=600))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_any_schedule_keeps_the_rules(numbers):
     World(Choices(numbers)).play(steps=len(numbers) // 2)
 
