@@ -4,7 +4,7 @@ import pytest
 
 from areal_megatron.observe.metrics import read_metrics
 from areal_megatron.run.folder import RunFolder
-from tests.unit.observe.test_trackers import need, read_back
+from tests.processes.observe.test_trackers import need, read_back
 
 
 def test_a_run_without_a_key_for_its_tracker_does_not_start(world, local_run, tmp_path, monkeypatch):
@@ -19,7 +19,7 @@ def test_a_run_without_a_key_for_its_tracker_does_not_start(world, local_run, tm
     assert not run.folder.exists()
 
 
-@pytest.mark.soak  # what each tracker shows is in tests/unit/observe/test_trackers.py
+@pytest.mark.soak  # what each tracker shows is in tests/processes/observe/test_trackers.py
 def test_a_run_is_mirrored_while_it_goes_on(world, local_run):
     need("wandb", "swanlab")
     data = [f"model.path={world / 'model'}", f"data.train={world / 'sft.jsonl'}", "mode=sft", "updates=4"]

@@ -1,7 +1,7 @@
 """More than a hundred programs that no sandbox should let through, as texts.
 
 Each prints "began" and, if it got what it was after, "ESCAPED". Names in capitals are what it attacks outside; they are
-put before it as constants, see tests/unit/reward/test_sandbox.py.
+put before it as constants, see tests/processes/reward/test_sandbox.py.
 """
 
 PRELUDE = """

@@ -34,7 +34,7 @@ from areal_megatron.planning.pools import Node, Placement, Process, Slot
 from areal_megatron.process.files import read_replaced
 from areal_megatron.programs import audit, trajectories
 from areal_megatron.run.folder import RunFolder
-from tests.unit.launch.test_page import update
+from tests.processes.launch.test_page import update
 from tests.unit.launch.test_report import evaluation
 from tests.unit.programs.test_audit import Past
 from tests.unit.programs.test_trajectories import answer, model  # noqa: F401 - a fixture

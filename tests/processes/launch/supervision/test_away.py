@@ -305,7 +305,7 @@ from pathlib import Path
 runs, disk, root = map(Path, sys.argv[1:])
 sys.path.insert(0, str(root))
 os.chdir(root)
-from tests.unit.launch.supervision import test_away as away
+from tests.processes.launch.supervision import test_away as away
 subprocess.run(["mount", "--bind", disk, runs], check=True)
 away.ROOT = root
 writer, _ = away.begin(runs, lease_s={LEASE_S})

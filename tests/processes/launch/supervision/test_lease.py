@@ -47,7 +47,7 @@ import os, sys, time
 from areal_megatron.config import ConfigError
 from areal_megatron.run.folder import Replaced, RunFolder
 from areal_megatron.launch.supervision import lease as leases
-from tests.unit.launch.supervision.test_lease import note_checks, train
+from tests.processes.launch.supervision.test_lease import note_checks, train
 folder, log, where, work = sys.argv[1:]
 if where == "elsewhere":
     leases._machine = lambda: f"the machine of {os.getpid()}"
