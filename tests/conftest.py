@@ -97,7 +97,7 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Has files of whole processes take turns with those of unit tests, many of which wait.
+    """Has files of whole runs take turns with those of tests/unit and tests/processes, many of which wait.
 
     Workers of pytest-xdist take files in this order: all at once should neither ask for every core nor for none. The
     longest files are those of tests/parallel, so they come first, and no worker is left alone with one: short ones come
@@ -108,7 +108,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         files.setdefault(item.path, []).append(item)
     units, wholes = [], []
     for path in files:
-        (units if path.is_relative_to(ROOT / "tests" / "unit") else wholes).append(path)
+        (units if path.relative_to(ROOT / "tests").parts[0] in ("unit", "processes") else wholes).append(path)
     spread = ((wholes[::-1], 0.8), (units, 1.0))
     places = [(share * number / len(paths), path) for paths, share in spread for number, path in enumerate(paths)]
     items[:] = [item for _, path in sorted(places, key=lambda place: place[0]) for item in files[path]]
