@@ -60,7 +60,7 @@ def test_what_waits_is_found_with_its_place(name):
     with synchronisations() as seen:
         WAITS[name]()
     [(site, count)] = seen.items()
-    assert count == 1 and site.file == "tests/unit/bench/test_synchronisations.py", seen
+    assert count == 1 and site.file == "tests/processes/bench/test_synchronisations.py", seen
     assert ("backward" if "backward" in name else "<lambda>") in site.function
 
 
@@ -78,4 +78,4 @@ def test_a_known_tensor_of_the_host_is_not_waited_for():
     with synchronisations() as seen:
         X.tolist()
     place = "test_a_known_tensor_of_the_host_is_not_waited_for"
-    assert seen == {Site("tests/unit/bench/test_synchronisations.py", place, "tolist"): 1}
+    assert seen == {Site("tests/processes/bench/test_synchronisations.py", place, "tolist"): 1}
