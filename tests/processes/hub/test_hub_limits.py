@@ -11,8 +11,8 @@ from huggingface_hub import constants, get_session
 
 from areal_megatron.hub import hub, hub_client
 from areal_megatron.hub.hub import HubRepo, fetch_data, model_folder
-from tests.support.soaking import with_soaked
 from tests.processes.hub.test_hub import jsonl, refused, server, set_hub  # noqa: F401 - a fixture
+from tests.support.soaking import with_soaked
 
 EVIL = "\x1b]0;title\x07\x1b[2J\u202e\x9b"
 LIMITS = {

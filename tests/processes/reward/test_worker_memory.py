@@ -10,9 +10,9 @@ import pytest
 from areal_megatron.config import RewardConfig
 from areal_megatron.reward.worker import MEMORY_MB, Answer
 from areal_megatron.reward.workers import RewardWorkers
+from tests.processes.reward.test_reward import run
 from tests.support.judging import scores_of, short_pauses  # noqa: F401
 from tests.support.living import command_of
-from tests.processes.reward.test_reward import run
 
 pytestmark = pytest.mark.usefixtures("short_pauses")
 GREEDY = """
