@@ -10,6 +10,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from areal_megatron.checkpoint import tower
 from areal_megatron.checkpoint.disk import CheckpointError
 from areal_megatron.checkpoint.hf_folder import check_tied
 from areal_megatron.config import (
@@ -107,8 +108,7 @@ def check_model(config: Config, weights: bool = True, trains: bool = True) -> No
             _check_served(config, name, weights)
     if weights:
         _check_files(Path(path), engines_read=config.has_engines and not config.engines_start_empty)
-        if model.tied:
-            _check_tied(Path(path), model)
+        _check_tensors(Path(path), model, trains)
     if not config.is_supervised and config.ppo.penalty.kl_folder:
         _check_teacher(config, weights)
 
@@ -227,9 +227,12 @@ def _check_files(folder: Path, engines_read: bool) -> None:
         raise ConfigError(f"model.path: {e}") from None
 
 
-def _check_tied(folder: Path, model: Architecture) -> None:
+def _check_tensors(folder: Path, model: Architecture, trains: bool) -> None:
     try:
-        check_tied(folder, model)
+        if model.tied:
+            check_tied(folder, model)
+        if trains:
+            tower.read(folder)  # every checkpoint has a copy of it
     except CheckpointError as e:
         raise ConfigError(f"model.path: {e}") from None
 

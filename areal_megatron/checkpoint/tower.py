@@ -30,23 +30,11 @@ def copy(source: Path, folder: Path, sync: bool = False) -> tuple[dict[str, str]
     """Writes the part for images of the model in `source`, a model folder or one that `copy` has written to, as one
     file of `folder`. Returns the file of each of its tensors and their bytes in all; nothing of a model of texts.
 
-    Raises CheckpointError where `source` lacks it, OSError.
+    Raises CheckpointError as `read` does, OSError.
     """
-    if not takes_images(source):
-        return {}, 0
-    held = {name: (file, entry) for file in _files(source) for name, entry in safetensors_entries(file).items()}
-    held = {name: held[name] for name in sorted(held) if name.startswith(TOWER)}
+    held = read(source)
     if not held:
-        raise CheckpointError(
-            f"{source} has no tensor {TOWER}…, the part for images, which its config.json asks for: name a folder that "
-            "has it as --config"
-        )
-    for name, (file, entry) in held.items():
-        if entry.dtype not in SAFETENSORS_DTYPES:
-            raise CheckpointError(
-                f"{file}: {name} has dtype {entry.dtype}; the part for images is carried as it is, and what is written "
-                f"says nothing of scales: take a folder that has it in {', '.join(SAFETENSORS_DTYPES)}"
-            )
+        return {}, 0
     entries = [(name, entry.dtype, entry.shape, entry.nbytes) for name, (_, entry) in held.items()]
     with appending(folder / FILE, sync) as append:
         append(safetensors_header(entries))
@@ -54,6 +42,29 @@ def copy(source: Path, folder: Path, sync: bool = False) -> tuple[dict[str, str]
             for block in _blocks(file, entry):
                 append(block)
     return dict.fromkeys(held, FILE), sum(entry.nbytes for _, entry in held.values())
+
+
+def read(source: Path) -> dict[str, tuple[Path, SafetensorsEntry]]:
+    """Returns where each tensor of the part for images lies; nothing of a model of texts.
+
+    Raises CheckpointError where `source` lacks the part, or has it in a dtype that cannot be carried.
+    """
+    if not takes_images(source):
+        return {}
+    held = {name: (file, entry) for file in _files(source) for name, entry in safetensors_entries(file).items()}
+    held = {name: held[name] for name in sorted(held) if name.startswith(TOWER)}
+    if not held:
+        raise CheckpointError(
+            f"{source} has no tensor {TOWER}…, the part for images, which its config.json asks for: take a folder that "
+            "has it, which `areal convert` takes as --config"
+        )
+    for name, (file, entry) in held.items():
+        if entry.dtype not in SAFETENSORS_DTYPES:
+            raise CheckpointError(
+                f"{file}: {name} has dtype {entry.dtype}; the part for images is carried as it is, and what is written "
+                f"says nothing of scales: take a folder that has it in {', '.join(SAFETENSORS_DTYPES)}"
+            )
+    return held
 
 
 def write_model(

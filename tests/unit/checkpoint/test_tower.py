@@ -116,6 +116,9 @@ def test_what_is_missing_or_contradicts_itself_is_said_in_one_line(tmp_path):
     asked.rollout.max_new_tokens = asked.data.max_prompt_tokens = 64
     with pytest.raises(ConfigError, match=problem):
         check_model(asked)
+    save_file({key: t for key, t in tensors.items() if not key.startswith(TOWER)}, model / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"^model\.path: .* has no tensor model\.visual\.…, the part for images, "):
+        check_model(asked)
     (model / "config.json").write_text(json.dumps(described | {"text_config": None}))
     with pytest.raises(ConfigError, match=r"needs an object text_config, has None$"):
         read_config(model)
