@@ -302,6 +302,11 @@ def _check_latents(config: Config, hf: dict[str, Any], d: Dimensions) -> None:
             f"model.path: {described} asks for rotary embeddings of type {shown(rope_type)}; with latents engines have "
             "default and yarn"
         )
+    if (part := rope.get("partial_rotary_factor", 1)) != 1:
+        raise ConfigError(
+            f"model.path: {described} has partial_rotary_factor={shown(part)}; with latents all of qk_rope_head_dim is "
+            "rotated: leave it out"
+        )
     if len({bool(rope.get(key) and _number(rope, key, 0)) for key in ("mscale", "mscale_all_dim")}) > 1:
         raise ConfigError(f"model.path: {described} has one of mscale and mscale_all_dim, which engines take otherwise")
     if hf.get("qk_head_dim") not in (None, d.head_dim):

@@ -77,6 +77,8 @@ _HEADS = ("num_attention_heads", "num_key_value_heads", "linear_num_key_heads", 
 _MOST = {"num_hidden_layers": 4096} | dict.fromkeys((*EXPERT_COUNTS, *_HEADS), 65536)
 _KINDS = ("linear_attention", "full_attention")
 """What `layer_types` of config.json calls the layers of models that have two kinds of attention."""
+_STATES = (None, "auto", "float32", "float16", "bfloat16")
+"""What config.json may say of the dtype of the states of linear attention."""
 _MOST_TENSORS = 1 << 18
 """Most experts of all layers together."""
 
@@ -218,7 +220,7 @@ def architecture(hf_config: Mapping[str, Any]) -> Architecture:
         shared_ffn=_shared_ffn(hf_config, size) if family.has_shared_experts else 0,
         dense_layers=_dense_layers(hf_config, family, layers),
         **_heads(hf_config, name, family, size),
-        **(_linear_attention(hf_config, size, layers) if family.has_linear_layers else {}),
+        **(_linear_attention(hf_config, family, size, layers) if family.has_linear_layers else {}),
     )
     if (tensors := dimensions.layers * max(dimensions.experts, 1)) > _MOST_TENSORS:
         raise ConfigError(
@@ -299,8 +301,11 @@ def _check_one_label(hf_config: Mapping[str, Any]) -> None:
 def _heads(hf_config: Mapping[str, Any], name: str, family: Family, size: _Sizes) -> dict[str, int]:
     """The number of heads, and their sizes."""
     heads, hidden = size("num_attention_heads"), size("hidden_size")
-    if family.has_experts and not family.has_latents and hf_config.get("num_key_value_heads", 1) is None:
-        raise ConfigError(f"model.path: config.json needs num_key_value_heads, of {name} it may not be null")
+    has_own = (family.has_experts or family.has_linear_layers) and not family.has_latents
+    if has_own and hf_config.get("num_key_value_heads") is None:  # for which their classes have numbers of their own
+        raise ConfigError(
+            f"model.path: config.json needs num_key_value_heads, of {name} it may not be left out or null"
+        )
     kv_heads = size("num_key_value_heads", heads)
     default = family.defaults.get("head_dim")
     if default and hf_config.get("head_dim", default) is None:
@@ -388,7 +393,7 @@ def _shared_ffn(hf_config: Mapping[str, Any], size: _Sizes) -> int:
     return size("shared_expert_intermediate_size")
 
 
-def _linear_attention(hf_config: Mapping[str, Any], size: _Sizes, layers: int) -> dict[str, Any]:
+def _linear_attention(hf_config: Mapping[str, Any], family: Family, size: _Sizes, layers: int) -> dict[str, Any]:
     """The layers with linear attention, and its sizes."""
     if (types := hf_config.get("layer_types")) is None:
         every = size("full_attention_interval") if "full_attention_interval" in hf_config else 4
@@ -397,6 +402,11 @@ def _linear_attention(hf_config: Mapping[str, Any], size: _Sizes, layers: int) -
         raise ConfigError(
             f"model.path: config.json has layer_types={shown(types)}; it needs {' or '.join(_KINDS)} for each of "
             f"{layers} layers, and both"
+        )
+    if (state := hf_config.get(family.state_dtype)) not in _STATES:
+        raise ConfigError(
+            f"model.path: config.json has {family.state_dtype}={shown(state)}; engines have states in "
+            f"{', '.join(_STATES[1:])}"
         )
     keys, values = size("linear_num_key_heads"), size("linear_num_value_heads")
     if values % keys:

@@ -197,6 +197,11 @@ def test_a_model_that_fits_passes(tmp_path, hf, trainer):
         (LATENTS | {"rope_scaling": YARN | {"type": "linear"}}, {}, r"type 'linear'; with latents .* default and yarn"),
         (LATENTS | {"rope_scaling": YARN | {"mscale": 0.7}}, {}, r"one of mscale and mscale_all_dim"),
         (LATENTS | {"rope_scaling": YARN | {"mscale": "x"}}, {}, r"needs a positive number mscale, has 'x'"),
+        (
+            FLASH | {"partial_rotary_factor": 0.5},
+            {},
+            r"partial_rotary_factor=0\.5; with latents all of qk_rope_head_dim",
+        ),
         (LATENTS, {"tp": 16}, r"trainer.tp: 16 does not divide num_attention_heads=8 "),
         ({"intermediate_size": 98}, {"tp": 4}, r"trainer.tp: 4 does not divide intermediate_size=98 "),
         ({"model_type": "gpt2"}, {}, r"model.path: .*'gpt2'.*Qwen3ForCausalLM"),
@@ -246,6 +251,9 @@ def test_positions_in_sections_are_those_of_text(tmp_path, mode, experts):
         check_model(subject)
 
 
+DENSE_NETS = {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text"}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -258,6 +266,15 @@ def test_positions_in_sections_are_those_of_text(tmp_path, mode, experts):
         ({"full_attention_interval": None}, "needs a positive integer full_attention_interval, has None"),
         ({"head_dim": None}, "needs a positive integer head_dim, of Qwen3NextForCausalLM it may not be null"),
         ({"layer_types": ["linear_attention", "mamba", *["full_attention"] * 4]}, "linear_attention or full_attention"),
+        (
+            {"num_key_value_heads": None},
+            "needs num_key_value_heads, of Qwen3NextForCausalLM it may not be left out or null",
+        ),
+        (
+            DENSE_NETS | {"num_key_value_heads": None},
+            "needs num_key_value_heads, of Qwen3_5ForCausalLM it may not be left",
+        ),
+        (DENSE_NETS | {"mamba_ssm_dtype": "int8"}, "mamba_ssm_dtype='int8'; engines have states in auto, float32, "),
         ({"linear_num_value_heads": 6}, "linear_num_value_heads=6, no multiple of linear_num_key_heads=4"),
         ({"linear_key_head_dim": None}, "needs a positive integer linear_key_head_dim, has None"),
         ({"mlp_only_layers": [1]}, "sets mlp_only_layers"),
