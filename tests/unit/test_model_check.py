@@ -241,11 +241,14 @@ def test_gated_delta_nets_are_trained_without_adapters(tmp_path, mode):
 @pytest.mark.parametrize("experts", ["", "Moe"])
 def test_positions_in_sections_are_those_of_text(tmp_path, mode, experts):
     name = {"architectures": [f"Qwen3_5{experts}ForCausalLM"], "model_type": f"qwen3_5_{experts and 'moe_'}text"}
-    rope = {"rope_type": "default", "rope_theta": 1e7, "mrope_section": [11, 11, 10]}
+    rope = {"rope_type": "default", "rope_theta": 1e7, "mrope_section": [6, 5, 5]}
     subject = config(tmp_path, GOOD | LINEAR | name | {"rope_parameters": rope})
     subject.mode = mode
     if mode != "reward_model":
         check_model(subject)
+        subject = config(tmp_path, GOOD | LINEAR | name | {"rope_parameters": rope | {"mrope_section": [6, 5, 6]}})
+        with pytest.raises(ConfigError, match=r"mrope_section=\[6, 5, 6\]; engines take numbers that are 16 together"):
+            check_model(subject)
         return
     with pytest.raises(ConfigError, match="transformers has no reward models of the class Qwen3_5"):
         check_model(subject)
