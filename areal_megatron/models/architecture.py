@@ -319,10 +319,11 @@ def _heads(hf_config: Mapping[str, Any], name: str, family: Family, size: _Sizes
             f"model.path: config.json has head_dim={head_dim}; heads of {name} have hidden_size={hidden} over "
             f"num_attention_heads={heads} in engines"
         )
-    rotated = int(head_dim * rope(hf_config)[1].get("partial_rotary_factor", 1))
+    positions = rope(hf_config)[1]
+    rotated = int(head_dim * positions.get("partial_rotary_factor", 1))
     if not family.has_latents and rotated % 2:
         raise ConfigError(f"model.path: config.json has heads of {head_dim}, of which an odd part is rotated")
-    if sections := rope(hf_config)[1].get("mrope_section"):
+    if sections := positions.get("mrope_section"):
         counts = sections if isinstance(sections, list) and all(type(each) is int for each in sections) else []
         if sum(counts) != rotated // 2:
             raise ConfigError(
