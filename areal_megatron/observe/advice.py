@@ -1,4 +1,5 @@
-"""Advice on the split of a run's GPUs: which pool is short, by how much, and what one engine more or less would give.
+"""Advice on the split of a run's GPUs: which pool is short, by how much, and what one engine more or less would give;
+and on staleness, where it shortens the optimizer's steps.
 
 A small model of one update, corrected by what was measured. Trainers train a batch in a time that no engine changes.
 Engines generate it in a time of which the part in which they are full is divided among more of them; in the rest they
@@ -30,6 +31,8 @@ BUSY = 0.9
 """Reward workers that are at work for this share of the time have answers wait for their scores."""
 SLACK = 0.3
 """Engines that have room for more prompts for this share of the time could do more."""
+SHORTENED = 0.8
+"""Where staleness leaves at most this share of the learning rate, less of it is worth a look."""
 NEEDED = (
     "update_s",
     "trainer_wait_s",
@@ -49,6 +52,8 @@ class Short(StrEnum):
     """Both pools wait: for the longest answers, or for each other in turns."""
     REWARDS = "rewards"
     """Trainers wait for scores, which more engines would not give."""
+    FRESHNESS = "freshness"
+    """Nothing that GPUs would give, but answers are so stale that steps are short."""
 
 
 @dataclass(frozen=True)
@@ -153,23 +158,15 @@ class Balance:
 
 @dataclass(frozen=True)
 class Advice:
-    """What a run's last updates say about its pools."""
+    """What a run's last updates say about its pools and its staleness."""
 
     short: Short
     line: str
 
 
 def advise(config: Config, updates: Sequence[dict[str, Any]]) -> Advice | None:
-    """Returns what to change in the split of a run; None if nothing would gain enough, or if that is not certain yet.
-
-    `updates` as in `_settled`.
-    """
-    found = _settled(config, updates)
-    return Advice(found.short, _line(config, found)) if found and found.short else None
-
-
-def _settled(config: Config, updates: Sequence[dict[str, Any]]) -> Balance | None:
-    """Returns what the pools of a run do in an update; None if that is not certain yet.
+    """Returns what to change in the split or the staleness of a run; None if nothing would gain enough, or if that is
+    not certain yet.
 
     `updates` are the update lines of metrics.jsonl since the run began, or was resumed, last. Those of the first
     η + 1 versions after that, or after an engine came or went, and of the last η + 1 of the run are left out: engines
@@ -186,7 +183,27 @@ def _settled(config: Config, updates: Sequence[dict[str, Any]]) -> Balance | Non
     gains = sorted(part.gain for part in halves)
     if {part.short for part in halves} != {whole.short} or gains[1] > 2 * gains[0] + GAIN:
         return None
-    return whole
+    shortened = _shortened(config, steady)
+    if whole.short is None:
+        return Advice(Short.FRESHNESS, shortened) if shortened else None
+    line = _line(config, whole, more_staleness=not shortened)
+    return Advice(whole.short, f"{line}; {shortened}" if shortened else line)
+
+
+def _shortened(config: Config, updates: Sequence[dict[str, Any]]) -> str:
+    """Says what staleness costs the steps, and with how much less of it they would have nearly their whole length; ""
+    where they have that. Steps may be as much longer as answers are fresher (areal_megatron/ppo/in_flight.py)."""
+    if any(update.get(key) is None for update in updates for key in ("lr_factor", "staleness_mean")):
+        return ""
+    left, stale = (sum(update[key] for update in updates) / len(updates) for key in ("lr_factor", "staleness_mean"))
+    fresher = max(1, round(stale * left))
+    if left > SHORTENED or stale <= fresher:
+        return ""
+    return (
+        f"answers {stale:.1f} versions old leave {left:.2f} of optimizer.lr={config.optimizer.lr:g}: "
+        f"rollout.max_staleness={fresher} instead of {config.rollout.max_staleness} would let steps be "
+        f"{min(stale / fresher, 1 / left):.1f} times as long, which pays unless updates take as much longer"
+    )
 
 
 def since_resumed(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -213,7 +230,7 @@ def _steady(config: Config, updates: Sequence[dict[str, Any]]) -> list[dict[str,
     return same[: max(len(same) - settling, 0)][::-1]
 
 
-def _line(config: Config, found: Balance) -> str:
+def _line(config: Config, found: Balance, more_staleness: bool) -> str:
     engines, trainers_wait = found.engines, f"wait for {found.trainer_idle:.0%} of the time"
     if found.short is Short.REWARDS:
         return (
@@ -227,9 +244,10 @@ def _line(config: Config, found: Balance) -> str:
     if found.enough_engines not in (None, engines, *others):
         changes += f"; {_engines(found.enough_engines)} would do"
     if found.short is Short.NEITHER:
+        more = f"more than rollout.max_staleness={config.rollout.max_staleness} would help; " if more_staleness else ""
         return (
             f"neither pool is short, batches wait for their longest answers, or for rewards: trainers {trainers_wait}, "
-            f"{full}; more than rollout.max_staleness={config.rollout.max_staleness} would help; {changes}"
+            f"{full}; {more}{changes}"
         )
     if found.short is Short.TRAINERS:
         return f"trainers are short: they {trainers_wait}, {full} and idle for {found.engine_idle:.0%}; {changes}"

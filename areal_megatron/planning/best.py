@@ -6,23 +6,27 @@ import argparse
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from areal_megatron.config import Config, ConfigError, LoraConfig
+from areal_megatron.config import Config, ConfigError, LoraConfig, config_file
 from areal_megatron.model_check import trained_config
+from areal_megatron.observe.metrics import read_metrics
 from areal_megatron.planning.forecast.accelerators import Accelerator
 from areal_megatron.planning.forecast.layouts import Cluster
 from areal_megatron.planning.forecast.lengths import AnswerLengths
 from areal_megatron.planning.forecast.pace import draw_batches
 from areal_megatron.planning.forecast.search import Found, Proposal, Search, SearchBounds
+from areal_megatron.planning.forecast.step_limit import StepLimit
 from areal_megatron.planning.forecast.trainer_time import TrainerTime
 from areal_megatron.planning.forecast.weights_time import WeightsTime
 from areal_megatron.planning.length_options import add_lengths, given_lengths
 from areal_megatron.planning.memory import plan_memory
 from areal_megatron.planning.memory.parts import GIB
 from areal_megatron.planning.sizes import Sizes
+from areal_megatron.run.folder import RunFolder
 
 PROPOSED = 4
 """Proposals that are printed."""
@@ -35,7 +39,7 @@ _ALWAYS = {
 _IF_CHANGED = {"trainer": ("cp", "vpp", "ep", "etp"), "rollout": (), "reshard": ("staging",), "checkpoint": ("every",)}
 """Keys that are written if they differ from the default, or from what the config has."""
 _MUCH = 2.0
-_NEEDS = {"max_staleness": "best", "mtbf_hours": "best", "median": "gpu", "lengths_of": "gpu"}
+_NEEDS = {"max_staleness": "best", "mtbf_hours": "best", "steps_of": "best", "median": "gpu", "lengths_of": "gpu"}
 """Option → the option without which it has no meaning."""
 
 
@@ -47,6 +51,12 @@ def add_best(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-staleness", type=int, metavar="N", help="largest rollout.max_staleness; the config's")
     parser.add_argument(
         "--mtbf-hours", type=float, metavar="H", help="mean time between failures of a node: chooses checkpoint.every"
+    )
+    parser.add_argument(
+        "--steps-of",
+        type=Path,
+        metavar="RUN_FOLDER",
+        help="weigh speed against the learning rate that staleness leaves, as this run has shown it",
     )
     add_lengths(parser)
 
@@ -93,12 +103,17 @@ def search(
     config: Config, sizes: Sizes, options: argparse.Namespace, gpu: Accelerator, lengths: AnswerLengths
 ) -> Found:
     """Returns what fits the cluster best. Raises ConfigError if nothing fits."""
+    steps = StepLimit()
+    if options.steps_of is not None:
+        trained = config_file.load_run(options.steps_of)
+        updates = [line for line in read_metrics(RunFolder(options.steps_of)) if line["kind"] == "update"]
+        steps = StepLimit.of(updates, trained, config)
     nodes = sizes.place(config)
     most = options.max_staleness if options.max_staleness is not None else config.rollout.max_staleness
     mtbf_s = 3600 * (options.mtbf_hours if options.mtbf_hours is not None else float("inf"))
     cluster = Cluster(len(nodes), len(nodes[0].slots), sizes.gpu_gib)
     print(f"searching for {cluster.size} GPUs; this may take a minute", file=sys.stderr)
-    return Search(config, nodes, cluster, gpu, lengths, SearchBounds(most, mtbf_s)).best(PROPOSED)
+    return Search(config, nodes, cluster, gpu, lengths, SearchBounds(most, mtbf_s, steps)).best(PROPOSED)
 
 
 def assumed_lengths(options: argparse.Namespace, config: Config) -> AnswerLengths:
@@ -129,7 +144,7 @@ def text(config: Config, found: Found, gib: float) -> str:
 def slow(found: Found) -> Iterator[str]:
     """Yields a line if the config's own sizes are _MUCH slower than the best."""
     own, best = found.own, found.proposals[0]
-    if own and (times := best.run.tokens_per_s / own.run.tokens_per_s) >= _MUCH:
+    if own and (times := best.progress / own.progress) >= _MUCH:
         yield f"as it is the run would take {times:.1f} times as long as with proposal 1, on the same GPUs"
 
 
@@ -155,6 +170,7 @@ def _figures(each: Proposal) -> dict[str, Any]:
     run, keys = each.run, {section: (*own, *_IF_CHANGED[section]) for section, own in _ALWAYS.items()}
     return {
         "tokens_per_s": run.tokens_per_s,
+        "lr_factor": each.steps,
         "update_s": each.update_s,
         "hours": each.hours,
         "trainer_idle": each.trainer_idle,
@@ -171,9 +187,10 @@ def _described(name: str, each: Proposal, gib: float) -> list[str]:
     run, config = each.run, each.config
     memory, r = plan_memory(config, trained_config(config), gib), config.rollout
     assert memory.engine is not None  # a proposal is of two pools
+    shorter = f" at {each.steps:.2f} of the rate" if each.steps < 1 else ""
     return [
         f"# {name}: {run.tokens_per_s:,.0f} tokens/s, an update in {each.update_s:,.1f} s, {each.hours:,.1f} h for "
-        f"{config.updates} updates; {each.binds} binds",
+        f"{config.updates} updates{shorter}; {each.binds} binds",
         f"# trainers: {config.trainer_ranks} GPUs, {memory.trainer.total / GIB:.2f} of {gib:g} GiB, idle "
         f"{each.trainer_idle:.0%}; engines: {r.engines} × {r.tp} GPUs, {memory.engine.of('KV cache') / GIB:.2f} GiB "
         f"for KV, idle {1 - run.engine_busy:.0%}",

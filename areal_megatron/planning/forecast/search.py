@@ -8,7 +8,7 @@ a GPU.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import inf, isfinite
 from statistics import mean
 
@@ -22,6 +22,7 @@ from areal_megatron.planning.forecast.layouts import Cluster, EngineOption, Trai
 from areal_megatron.planning.forecast.lengths import AnswerLengths
 from areal_megatron.planning.forecast.pace import FULL, BatchLengths, Pace, draw_batches, pace
 from areal_megatron.planning.forecast.simulator import Circumstances, SimulatedRun, Simulator, Times
+from areal_megatron.planning.forecast.step_limit import StepLimit
 from areal_megatron.planning.forecast.times import times_of
 from areal_megatron.planning.forecast.weights_time import WeightsTime
 from areal_megatron.planning.memory.trainer import checkpoint_bytes
@@ -50,6 +51,8 @@ class SearchBounds:
     """The largest rollout.max_staleness."""
     node_mtbf_s: float = inf
     """Mean time between two failures of a node; if it is finite, checkpoint.every is chosen by it."""
+    steps: StepLimit = field(default_factory=StepLimit)
+    """What is fastest is what trains most tokens a second, times this share of the learning rate."""
 
     def __post_init__(self) -> None:
         if self.max_staleness < 0 or not self.node_mtbf_s > 0:
@@ -77,6 +80,13 @@ class Proposal:
     run: SimulatedRun
     batch_tokens: float
     """Tokens of a batch's answers, the mean."""
+    steps: float
+    """The share of the learning rate that its staleness leaves."""
+
+    @property
+    def progress(self) -> float:
+        """By what proposals are compared: trained tokens a second, times the share of the rate by which they count."""
+        return self.run.tokens_per_s * self.steps
 
     @property
     def config(self) -> Config:
@@ -117,7 +127,7 @@ class Found:
     """What a search has found."""
 
     proposals: list[Proposal]
-    """The best first: the least stale of those that are about as fast as the fastest, then by speed."""
+    """The best first: the least stale of those that are about as fast as the fastest, then by their progress."""
     own: Proposal | None
     """The config's own sizes; None if they do not fit the cluster."""
     own_problem: str
@@ -134,6 +144,8 @@ class _Guess:
     staleness: int
     running: int
     pace: Pace
+    update: float
+    """Seconds of an update, over the share of the rate that this staleness would leave."""
 
 
 class Search:
@@ -205,18 +217,18 @@ class Search:
             seconds = self._trainers.least_seconds(ranks)
             guesses = self._guesses(replace(self._config.trainer, tp=1, cp=1, pp=1, dp=ranks), ranks, seconds)
             if isfinite(seconds) and guesses:
-                least.append((min(each.pace.update for each in guesses), ranks))
+                least.append((min(each.update for each in guesses), ranks))
         found: list[_Guess] = []
         looked_at = 0
         for bound, ranks in sorted(least) or [(inf, self._cluster.size)]:
-            enough = len(found) >= _CHECKED and bound > found[_CHECKED - 1].pace.update
+            enough = len(found) >= _CHECKED and bound > found[_CHECKED - 1].update
             if enough or looked_at == _SPLITS:
                 break
             options = self._trainers.fastest(ranks)
             looked_at += bool(options)
             for option in options:
                 found += self._guesses(option.trainer, ranks, option.seconds)
-            found.sort(key=lambda guess: guess.pace.update)
+            found.sort(key=lambda guess: guess.update)
         return found
 
     def _nothing_fits(self) -> str:
@@ -244,11 +256,16 @@ class Search:
                 for staleness in self._staleness():
                     config = self._sized(trainer, option, engines, staleness, running)
                     found_pace = pace(config, self._batch, option.time, weights, option.holds(running), seconds)
-                    guesses.append(_Guess(trainer, option, engines, staleness, running, found_pace))
-            fastest = min(guess.pace.update for guess in guesses)
-            alike = [guess for guess in guesses if guess.pace.update <= (1 + ALIKE) * fastest]
+                    update = self._slowed(found_pace, staleness)
+                    guesses.append(_Guess(trainer, option, engines, staleness, running, found_pace, update))
+            fastest = min(guess.update for guess in guesses)
+            alike = [guess for guess in guesses if guess.update <= (1 + ALIKE) * fastest]
             found.append(min(alike, key=lambda guess: (guess.staleness, guess.running)))
         return found
+
+    def _slowed(self, found: Pace, staleness: int) -> float:
+        """Returns an update's seconds over the share of the rate that is left where all answers are as stale."""
+        return found.update / self._bounds.steps.share({staleness: 1})
 
     def _weights(self, ranks: int, option: EngineOption, engines: int) -> WeightsTime:
         """Returns the time of an update of the engines if all trainer ranks send as much."""
@@ -293,7 +310,7 @@ class Search:
         if not (found or otherwise):
             refused = f"--best: nothing fits; the nearest is refused with: {problem}"
             raise ConfigError(refused if problem else self._nothing_fits())
-        return sorted(found or otherwise, key=lambda each: each.pace.update)
+        return sorted(found or otherwise, key=lambda each: self._slowed(each.pace, each.config.rollout.max_staleness))
 
     def _candidate(self, config: Config) -> Candidate:
         """Returns the sizes with their exact times. Raises ConfigError for what the planner refuses."""
@@ -336,7 +353,8 @@ class Search:
         config = replace(candidate.config, updates=candidate.config.updates + updates)
         around = Circumstances(node_gpus=self._cluster.gpus)
         run = Simulator(config, candidate.times, self._lengths, around).run(updates)
-        return Proposal(candidate, run, self._config.batch_size * self._batch.answer)
+        steps = self._bounds.steps.share(run.staleness)
+        return Proposal(candidate, run, self._config.batch_size * self._batch.answer, steps)
 
     def _variants(self, best: Proposal) -> Iterator[Candidate]:
         """Yields the best with other bounds of staleness and of running answers, which formulas know least of."""
@@ -353,11 +371,11 @@ class Search:
 
 def ordered(proposals: Sequence[Proposal]) -> list[Proposal]:
     """Returns the proposals, the best first: of those that are about as fast as the fastest the least stale ones, then
-    the others by their speed."""
-    fastest = max(each.run.tokens_per_s for each in proposals)
+    the others by their progress."""
+    fastest = max(each.progress for each in proposals)
 
     def place(each: Proposal) -> tuple[bool, int, float]:
-        slower = each.run.tokens_per_s < (1 - ALIKE) * fastest
-        return slower, 0 if slower else each.config.rollout.max_staleness, -each.run.tokens_per_s
+        slower = each.progress < (1 - ALIKE) * fastest
+        return slower, 0 if slower else each.config.rollout.max_staleness, -each.progress
 
     return sorted(proposals, key=place)

@@ -209,3 +209,29 @@ def test_what_came_before_a_resume_does_not_count():
     ]
     assert [update["version"] for update in since_resumed(records)] == [2]
     assert len(since_resumed(records[:1])) == 1 and since_resumed(records[:2]) == [] == since_resumed([])
+
+
+STALE = {"full": 0.9, "staleness_mean": 7.5, "lr_factor": 0.4}
+SHORTENED = (
+    "answers 7.5 versions old leave 0.40 of optimizer.lr=2e-05: rollout.max_staleness=3 instead of 8 would let steps "
+    "be 2.5 times as long, which pays unless updates take as much longer"
+)
+
+
+def advised(measured):
+    found = advise(config(eta=8), lines(40, **measured))
+    return found and (found.short, found.line)
+
+
+def test_staleness_that_shortens_steps_is_told_alone_or_behind_what_is_short():
+    assert advised(STALE) == (Short.FRESHNESS, SHORTENED)
+    short, line = advised(STALE | ENGINES_SHORT)
+    assert short is Short.ENGINES and line.startswith("engines are short: ") and line.endswith(f"; {SHORTENED}")
+    waiting = {"wait": 4.0, "straggler": 4.0, "full": 0.5}
+    assert "more than rollout.max_staleness=8 would help" in advised(waiting)[1]
+    assert "would help" not in advised(STALE | waiting)[1], "that would shorten them further"
+
+
+@pytest.mark.parametrize("other", [{"lr_factor": 0.9}, {"lr_factor": None}, {"staleness_mean": 1.0}])
+def test_staleness_that_costs_little_is_not_told(other):
+    assert advised(STALE | other) is None

@@ -19,8 +19,9 @@ from areal_megatron.planning.forecast.checkpoint_interval import checkpoint_inte
 from areal_megatron.planning.forecast.layouts import Cluster
 from areal_megatron.planning.forecast.lengths import LognormalLengths
 from areal_megatron.planning.forecast.pace import BatchLengths, draw_batches, pace
-from areal_megatron.planning.forecast.search import Found, Search, SearchBounds, ordered
+from areal_megatron.planning.forecast.search import Found, Proposal, Search, SearchBounds, ordered
 from areal_megatron.planning.forecast.simulator import Circumstances, Simulator
+from areal_megatron.planning.forecast.step_limit import StepLimit
 from areal_megatron.planning.forecast.times import times_of
 from areal_megatron.planning.plan import ASK_BEST, main, plan
 from areal_megatron.planning.pools import Node, allocate
@@ -132,26 +133,38 @@ def test_the_best_is_at_least_as_fast_as_the_shipped_layout_in_small(run, cluste
 
 
 def test_less_staleness_comes_first_where_more_gains_nothing():
-    def proposed(speed, staleness):
-        run, rollout = SimpleNamespace(tokens_per_s=speed), SimpleNamespace(max_staleness=staleness)
-        return SimpleNamespace(run=run, config=SimpleNamespace(rollout=rollout))
+    def proposed(speed, staleness, steps=1.0):
+        rollout = SimpleNamespace(max_staleness=staleness)
+        candidate = SimpleNamespace(config=SimpleNamespace(rollout=rollout))
+        return Proposal(candidate, SimpleNamespace(tokens_per_s=speed / steps), 1.0, steps)
 
     found = [
-        (each.run.tokens_per_s, each.config.rollout.max_staleness)
-        for each in ordered([proposed(900, 0), proposed(1000, 8), proposed(995, 4), proposed(996, 4), proposed(980, 2)])
+        (each.progress, each.config.rollout.max_staleness)
+        for each in ordered(
+            [proposed(900, 0), proposed(1000, 8, 0.5), proposed(995, 4), proposed(996, 4, 0.25), proposed(980, 2)]
+        )
     ]
-    assert found == [(996, 4), (995, 4), (1000, 8), (980, 2), (900, 0)]
+    assert found == [(996, 4), (995, 4), (1000, 8), (980, 2), (900, 0)], "whatever part of it is speed"
 
 
 def test_sizes_that_are_much_slower_than_the_best_are_told():
     def found(best, own):
-        best, own = (SimpleNamespace(run=SimpleNamespace(tokens_per_s=speed)) for speed in (best, own))
+        best, own = (Proposal(None, SimpleNamespace(tokens_per_s=speed), 1.0, 1.0) for speed in (best, own))
         return Found([best], own, "")
 
     assert list(slow(found(1999, 1000))) == list(slow(replace(found(2, 1), own=None))) == []
     assert list(slow(found(7040, 1000))) == [
         "as it is the run would take 7.0 times as long as with proposal 1, on the same GPUs"
     ]
+
+
+def test_what_staleness_costs_steps_is_weighed_against_speed():
+    config = load("r1_1.5b", "batch_size=64", "updates=20", "trainer.dp=2")
+    cluster, bounds = Cluster(1, 4, 80), SearchBounds(8, steps=StepLimit(0.5))
+    fast, weighed = (search(config, cluster, 500, each).best(1).proposals[0] for each in (SearchBounds(8), bounds))
+    assert fast.steps == 1 and weighed.run.tokens_per_s < fast.run.tokens_per_s
+    assert weighed.config.rollout.max_staleness < fast.config.rollout.max_staleness
+    assert weighed.progress > fast.run.tokens_per_s * bounds.steps.share(fast.run.staleness)
 
 
 def test_the_staleness_bound_holds():
@@ -222,6 +235,8 @@ LARGE = f"model.path={ROOT}/configs/models/Qwen3-235B-A22B-Thinking-2507"
         (["r1_1.5b", R1, "--mtbf-hours", "9"], "--mtbf-hours: has no meaning without --best"),
         (["r1_1.5b", R1, "--best", "--gpu", "h100", "--max-staleness", "-1"], "--max-staleness -1"),
         (["r1_1.5b", R1, "--best", "--gpu", "h100", "--mtbf-hours", "0"], "--mtbf-hours 0"),
+        (["r1_1.5b", R1, "--gpu", "h100", "--steps-of", "runs/none"], "--steps-of: has no meaning without --best"),
+        (["r1_1.5b", R1, "--best", "--gpu", "h100", "--steps-of", "/"], "/ is no run folder"),
         (["r1_1.5b", R1, "--best", "--gpu", "h100", "--median", "-1"], "lengths: median=-1"),
         (["r1_1.5b", R1, "--best", "--gpu", "h100", "machine.shared=true"], "--best: divides GPUs between the pools"),
         (["r1_1.5b", R1, "--best", "--gpu", "h100", "mode=sft", "data.eval="], "there is nothing to divide"),
