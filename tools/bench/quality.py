@@ -120,6 +120,7 @@ def make_base(folder: Path, task: Task) -> None:
     """Writes model and data, and warm-starts the model, unless that was done."""
     if (folder / "sft" / "hf" / "config.json").exists():
         return
+    print(f"making the data and warm-starting the model in {folder}, once ...", flush=True)
     folder.mkdir(parents=True, exist_ok=True)
     rng = random.Random(BASE_SEED)
     save_model(folder / "model", BASE_SEED)
