@@ -22,8 +22,8 @@ from areal_megatron.ppo.penalty import k3
 
 DECAY = 0.8
 """What an update counts less for with each later one: a batch alone tells c only roughly."""
-RISE = 1.05
-"""A factor is at most so many times the one before."""
+RISE = 1.5
+"""A factor is at most so many times the one of as many updates ago as tokens are old: before, it has not been seen."""
 _LARGEST = 2.0
 """Logarithms of ratios count as this at most: the mean is over a batch's tokens, and a single one may be far off."""
 
@@ -115,8 +115,8 @@ class InFlight:
         """Returns the factor, from LEAST_FACTOR to 1, by which an update's rates are to be scaled.
 
         target: the divergence per token as a share of the entropy; scheduled: the sum of the rates of its steps. While
-        fewer than η updates have been made, tokens are taken to become as old as η allows. It falls at once and rises
-        slowly: a step that is too long is trained on for η updates.
+        fewer than η updates have been made, tokens are taken to become as old as η allows. It falls at once, and rises
+        so slowly that what it does is seen in time.
         """
         if not scheduled:
             return self.last
@@ -124,7 +124,7 @@ class InFlight:
         if self.divergence > 0 and self.path > 0 and age > 0:
             largest = math.sqrt(target * self.entropy / self.count * self.path / self.divergence / age)
             fitting = max(LEAST_FACTOR, largest / scheduled)
-        return min(1.0, RISE * self.last, fitting)
+        return min(1.0, RISE ** (1 / max(math.sqrt(age), 1.0)) * self.last, fitting)
 
     def moved(self, path: float, factor: float, eta: int) -> InFlight:
         """Returns what is known after an update whose steps had rates of this sum, with this factor."""

@@ -659,8 +659,8 @@ def check_rate_limit(folder: Path, rank: int, cases: dict[str, list]) -> None:
                 ages, away = np.array(ages), np.array(away).clip(-2, 2)
                 seen.append((ages, np.exp(away) - 1 - away, np.mean(entropies)))
                 scheduled = [lr * (1 - k / (steps + 1)) for k in (2 * version + 1, 2 * version + 2)]
-                found = plain_factor(seen, paths, eta, target, 2 * scheduled[0])
-                factors.append(min(found, 1.05 * factors[-1]) if factors else found)
+                found, rise = plain_factor(seen, paths, eta, target, 2 * scheduled[0])
+                factors.append(min(found, rise * factors[-1]) if factors else found)
                 rates = iter([factors[-1] * rate for rate in scheduled])
 
                 def scaled(loss):
@@ -683,9 +683,10 @@ def check_rate_limit(folder: Path, rank: int, cases: dict[str, list]) -> None:
             assert_parameters(subject, learner.model.state_dict(), atol=3e-5)
 
 
-def plain_factor(seen: list, paths: list[float], eta: int, target: float, scheduled: float) -> float:
-    """Returns the factor of an update's rates from (ages, divergences, mean entropy) of the first mini-batch of each
-    update up to it, and the sums of the rates of the updates before it, the last one first."""
+def plain_factor(seen: list, paths: list[float], eta: int, target: float, scheduled: float) -> tuple[float, float]:
+    """Returns the factor of an update's rates, and how many times the last factor it may be, from (ages, divergences,
+    mean entropy) of the first mini-batch of each update up to it, and the sums of the rates of the updates before it,
+    the last one first."""
     now = len(seen) - 1
     divergence = path = age = entropy = count = tokens = differing = 0.0
     for update, (ages, divergences, mean_entropy) in enumerate(seen):
@@ -697,11 +698,12 @@ def plain_factor(seen: list, paths: list[float], eta: int, target: float, schedu
         age += weight * np.mean(ages**2)
         entropy += weight * mean_entropy
         count += weight
-    if not divergence > 0:
-        return 1.0
     old = eta**2 if now < eta else age / count
+    rise = 1.5 ** (1 / max(1, old**0.5))
+    if not divergence > 0:
+        return 1.0, rise
     largest = (target * entropy / count * path / divergence / old) ** 0.5
-    return min(1.0, max(0.01, largest / scheduled))
+    return min(1.0, max(0.01, largest / scheduled)), rise
 
 
 def check_replaced(folder: Path, rank: int) -> None:
