@@ -72,16 +72,29 @@ def wrong_answer(a: int, b: int, rng: random.Random) -> str:
     return rng.choice([answer for answer in kinds if not answer.endswith(f"\\boxed{{{a + b}}}")])
 
 
+def near_answer(a: int, b: int, rng: random.Random) -> str:
+    """Returns an answer that is off by one in one place, and whose result follows from its working."""
+    ones, tens = map(int, good_answer(a, b).split()[:2])
+    if rng.random() < 0.5:
+        tens += rng.choice((-1, 1))
+    else:
+        ones += rng.choice((-1, 1)) if ones else 1
+    return f"{ones} {tens} \\boxed{{{tens * 10 + ones % 10}}}"
+
+
 def make_pairs(sums: list[tuple[int, int]], rng: random.Random) -> list[dict[str, str]]:
     return [{"prompt": f"{a}+{b}=", "chosen": good_answer(a, b), "rejected": wrong_answer(a, b, rng)} for a, b in sums]
 
 
 def make_verdicts(sums: list[tuple[int, int]], rng: random.Random) -> list[dict[str, str]]:
-    """Returns what teaches a judge: of each addition an answer, as often right as wrong, and the verdict on it."""
+    """Returns what teaches a judge: of each addition an answer, as often right as wrong, and the verdict on it.
+
+    Half of the wrong ones are nearly right: a policy learns to say whatever its judge does not tell from that.
+    """
     rows = []
     for a, b in sums:
-        right = rng.random() < 0.5
-        answer = good_answer(a, b) if right else wrong_answer(a, b, rng)
+        right, wrong = rng.random() < 0.5, rng.choice((wrong_answer, near_answer))
+        answer = good_answer(a, b) if right else wrong(a, b, rng)
         rows.append({"prompt": f"{a}+{b}={answer}=", "response": f"{good_answer(a, b)}={int(right)}"})
     return rows
 

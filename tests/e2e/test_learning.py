@@ -105,7 +105,7 @@ def test_a_judge_taught_to_check_additions_agrees_with_the_exact_grader(tmp_path
     world, judge = tmp_path / "world", tmp_path / "judge" / "hf"
     subprocess.run([sys.executable, "tools/make_arithmetic.py", world], cwd=ROOT, check=True, timeout=500)
     for name, config, *keys in (
-        ("judge", "tiny_sft", f"model.path={world / 'model'}", f"data.train={world / 'judge.jsonl'}"),
+        ("judge", "tiny_sft", f"model.path={world / 'model'}", f"data.train={world / 'judge.jsonl'}", "updates=1400"),
         ("sft", "tiny_sft", f"model.path={world / 'model'}", f"data.train={world / 'sft.jsonl'}"),
         (
             "rl",
