@@ -255,6 +255,7 @@ class Controller:
         elapsed, self._last_update_at = now - self._last_update_at, now
         account |= self.generation.account()
         account |= self.fleet.account(elapsed) | {
+            "batches_ahead": self.schedule.ahead,
             "groups_filtered": self.schedule.counts["filtered"],
             "groups_skipped": self.schedule.counts["skipped"],
             "prompts_too_long": self.generation.prompts_too_long,

@@ -17,7 +17,10 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
+from math import ceil
 from operator import attrgetter
+
+from areal_megatron.controller.lead import Lead
 
 TRAINED = "trained"
 FILTERED = "filtered"
@@ -76,6 +79,7 @@ class Schedule:
             raise ValueError(f"group_size={group_size} does not divide batch_size={batch_size}")
         self.groups_per_batch = batch_size // group_size
         self.max_staleness = max_staleness
+        self._lead = Lead(max_staleness)
         self.updates = updates
         self.version = 0
         self.engines: dict[int, int] = {}
@@ -98,6 +102,11 @@ class Schedule:
         None unless enough groups have finished for a batch. Thousands of groups are not gone through for each that ends
         meanwhile."""
         self._admitted = 0
+
+    @property
+    def ahead(self) -> float:
+        """The batches that may be under way beside the one that trains next, at most `max_staleness`."""
+        return self._lead.batches
 
     def add_engine(self, engine: int, version: int) -> None:
         if engine in self.engines:
@@ -126,11 +135,10 @@ class Schedule:
         """Returns whether the engine may take another group, by Equation 3 of the paper (arXiv 2505.24298) with the
         engine's own version: floor((N_r − 1) / B) ≤ v + η, this group included in N_r.
 
-        In groups, with c counted before this one, floor((n·(c + 1) − 1) / (n·G)) = floor(c / G). Groups that only
-        versions after the last could train are not admitted.
+        In groups, with c counted before this one, that is c < (v + η + 1) · G; `ahead` stands in place of η, which it
+        never exceeds. Groups that only versions after the last could train are not admitted.
         """
-        batches_ahead = self._counted() // self.groups_per_batch
-        return batches_ahead <= self.engines[engine] + self.max_staleness and batches_ahead < self.updates
+        return self._counted() < self._admitted_by(self.engines[engine])
 
     def share(self, engines: int) -> int:
         """Returns how many groups each of n engines should run now: 1/n, rounded up, of the groups that would run if
@@ -141,9 +149,9 @@ class Schedule:
         has fewer.
         """
         newest = self.version if self.newest is None else self.newest
-        admitted = min(newest + self.max_staleness + 1, self.updates) * self.groups_per_batch
+        admitted = self._admitted_by(newest)
         waiting = self.version * self.groups_per_batch + len(self.finished) + len(self.training)
-        return max(-(-(admitted - waiting) // max(engines, 1)), 1)
+        return max(ceil((admitted - waiting) / max(engines, 1)), 1)
 
     def takers(self, engines: Iterable[int], load: Callable[[int], int], most_load: int, sharing: int) -> Iterator[int]:
         """Yields the engine that is to take the next group, until none of `engines` may: the least loaded with at most
@@ -219,6 +227,7 @@ class Schedule:
         if late := self.late_without(batch):
             self.held_up_by = min(late)
             return None
+        self._lead.began(self._counted() / self.groups_per_batch - self.version)
         for group in batch:
             del self.finished[group.number]
         self.training = sorted(batch, key=lambda group: (group.epoch, group.prompt_id))
@@ -251,6 +260,7 @@ class Schedule:
         for group in self._take_training():
             self._dispose(group.epoch, group.prompt_id, TRAINED)
         self.version += 1
+        self._lead.ready(len(self.finished) / self.groups_per_batch)
 
     def rejected(self, reason: str) -> None:
         """Records that every optimizer step of the batch was skipped: its groups leave N_r and the version stays.
@@ -260,6 +270,7 @@ class Schedule:
         for group in self._take_training():
             self.skip_prompt(group.epoch, group.prompt_id, reason)
         self.updates -= 1
+        self._lead.ready(len(self.finished) / self.groups_per_batch)
 
     def close(self, reason: str) -> None:
         """Skips whatever is still in flight: it will not be trained."""
@@ -306,6 +317,10 @@ class Schedule:
         """N_r / n: the number of admitted groups that were not filtered, failed or left untrained."""
         trained = self.version * self.groups_per_batch
         return trained + len(self.running) + len(self.interrupted) + len(self.finished) + len(self.training)
+
+    def _admitted_by(self, version: int) -> float:
+        """The number of groups that an engine with this version may have counted when it takes none any more."""
+        return min(version + self.ahead + 1, self.updates) * self.groups_per_batch
 
     def _oldest_finished(self) -> list[Group]:
         return sorted(self.finished.values(), key=_by_deadline)[: self.groups_per_batch]

@@ -16,6 +16,10 @@ class EqualStaleness(Schedule):
     """Forms a batch only once an engine samples from the version that trains next, and all that Eq. 3 lets begin has
     finished."""
 
+    @property
+    def ahead(self) -> float:
+        return self.max_staleness
+
     def form_batch(self) -> list[Group] | None:
         waits = self.running or self.interrupted or any(map(self.may_admit, self.engines))
         if not self.training and (self.newest != self.version or waits):

@@ -1,8 +1,7 @@
 """How long optimizer steps may be for how stale answers are, as the updates of a run have shown it.
 
-The KL divergence of the policy from those that sampled grows with the square of staleness · rate
-(areal_megatron/ppo/in_flight.py), so that the rate which optimizer.staleness_kl allows falls with the staleness: twice
-as stale answers allow half of it. Pure; imports no torch.
+The policy's KL divergence from the samples grows with the square of staleness · rate (areal_megatron/ppo/in_flight.py):
+with twice as stale answers optimizer.staleness_kl allows half the rate. Pure; imports no torch.
 """
 
 from __future__ import annotations

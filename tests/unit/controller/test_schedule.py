@@ -25,6 +25,8 @@ class World:
         self.restarts = rng.choice([0.005, 0.05])
         self.raised = self.lowered = 0
         """How often the bound was changed."""
+        self.shortened = 0
+        """How often the lead was shorter than the bound."""
         self.filter_share = rng.choice([0.0, 0.15, 0.4])
         self.exact = rng.random() < 0.3
         self.updates = rng.choice([3, 10_000, 10_000])
@@ -58,8 +60,11 @@ class World:
         )
 
     def equation_3_allows(self, engine):
-        with_this = self.trajectories_counted() + self.n
-        return (with_this - 1) // self.batch_size <= self.engines[engine] + self.staleness
+        """With the lead, which is at most η, in its place."""
+        with_this, ahead = self.trajectories_counted() + self.n, self.schedule.ahead
+        assert min(1, self.staleness) <= ahead <= self.staleness and (ahead == self.staleness or not self.exact)
+        self.shortened += ahead < self.staleness
+        return (with_this - self.n) / self.batch_size < self.engines[engine] + ahead + 1
 
     def allows(self, engine):
         return self.equation_3_allows(engine) and self.trajectories_counted() < self.updates * self.batch_size
@@ -282,6 +287,7 @@ def test_long_random_schedules_keep_the_rules():
         assert sum(getattr(world, changes) > 0 for world in worlds) > RANDOM_SCHEDULES / 3, (
             "the bound was hardly changed"
         )
+    assert sum(world.shortened > 0 for world in worlds) > RANDOM_SCHEDULES / 3, "the lead was hardly shortened"
 
 
 @pytest.mark.soak

@@ -87,7 +87,7 @@ def test_a_synchronous_run_of_equal_answers_is_one_thing_after_another(staging, 
 )
 def test_who_is_always_busy_is_faster_while_the_other_waits(flops, busy, other):
     # what is computed again after a commit would depend on how long answers are then
-    made, alone = config(groups=3, n=2, updates=40, max_running=6, eta=2, kv_policy="keep"), 0.6
+    made, alone = config(groups=3, n=2, updates=80, max_running=6, eta=2, kv_policy="keep"), 0.6
     lengths, crowded = LognormalLengths(100, 0, 1000, 20), times(made, gpu=replace(H100, flops=flops))
     before, after = (Simulator(made, replace(crowded, alone=a), lengths, Circumstances()).run() for a in (1.0, alone))
     assert getattr(before, busy) > 0.95 and getattr(after, busy) > 0.95
