@@ -135,8 +135,9 @@ class Schedule:
         """Returns whether the engine may take another group, by Equation 3 of the paper (arXiv 2505.24298) with the
         engine's own version: floor((N_r − 1) / B) ≤ v + η, this group included in N_r.
 
-        In groups, with c counted before this one, that is c < (v + η + 1) · G; `ahead` stands in place of η, which it
-        never exceeds. Groups that only versions after the last could train are not admitted.
+        In groups, with c counted before this one, that is c < (v + η + 1) · G. `ahead`, which never exceeds η, stands in
+        its place, but for groups of the batch that trains next: nobody is to wait for those. Groups that only versions
+        after the last could train are not admitted.
         """
         return self._counted() < self._admitted_by(self.engines[engine])
 
@@ -320,7 +321,8 @@ class Schedule:
 
     def _admitted_by(self, version: int) -> float:
         """The number of groups that an engine with this version may have counted when it takes none any more."""
-        return min(version + self.ahead + 1, self.updates) * self.groups_per_batch
+        ahead = max(self.ahead, min(self.version - version, self.max_staleness))
+        return min(version + ahead + 1, self.updates) * self.groups_per_batch
 
     def _oldest_finished(self) -> list[Group]:
         return sorted(self.finished.values(), key=_by_deadline)[: self.groups_per_batch]

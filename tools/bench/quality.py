@@ -289,7 +289,8 @@ def table(found: dict, target: float) -> str:
         for lr, own in rates.items():
             lines.append(f"\n{system}, rate {lr}{' *' * (lr == found['rates'][system])}")
             lines += [
-                f"  {name:<22}{common.cell(figure, 1 if 's' in name.split()[0] else 3)}" for name, figure in own.items()
+                f"  {name:<22}{common.cell(figure, 1 if name.startswith(('seconds', 'answers')) else 3)}"
+                for name, figure in own.items()
             ]
     lines.append("\nthis system's over TRL's, each at its best rate")
     return "\n".join([*lines, *(f"  {name:<22}{ratio:.2f}" for name, ratio in found["ours over TRL's"].items())])

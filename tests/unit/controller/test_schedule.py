@@ -60,10 +60,11 @@ class World:
         )
 
     def equation_3_allows(self, engine):
-        """With the lead, which is at most η, in its place."""
+        """With the lead in place of η, but for the batch that trains next."""
         with_this, ahead = self.trajectories_counted() + self.n, self.schedule.ahead
         assert min(1, self.staleness) <= ahead <= self.staleness and (ahead == self.staleness or not self.exact)
         self.shortened += ahead < self.staleness
+        ahead = max(ahead, min(self.version - self.engines[engine], self.staleness))
         return (with_this - self.n) / self.batch_size < self.engines[engine] + ahead + 1
 
     def allows(self, engine):
