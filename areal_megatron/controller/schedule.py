@@ -135,7 +135,7 @@ class Schedule:
         """Returns whether the engine may take another group, by Equation 3 of the paper (arXiv 2505.24298) with the
         engine's own version: floor((N_r − 1) / B) ≤ v + η, this group included in N_r.
 
-        In groups, with c counted before this one, that is c < (v + η + 1) · G. `ahead`, which never exceeds η, stands in
+        In groups, with c counted before this one, that is c < (v + η + 1) · G. `ahead`, which is at most η, stands in
         its place, but for groups of the batch that trains next: nobody is to wait for those. Groups that only versions
         after the last could train are not admitted.
         """
