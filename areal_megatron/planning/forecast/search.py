@@ -264,8 +264,10 @@ class Search:
         return found
 
     def _slowed(self, found: Pace, staleness: int) -> float:
-        """Returns an update's seconds over the share of the rate that is left where all answers are as stale."""
-        return found.update / self._bounds.steps.share({staleness: 1})
+        """Returns an update's seconds over the share of the rate that is left where answers are as stale as they may
+        be, or by one version where trainers are the slower part: engines are no further ahead then."""
+        stale = min(staleness, 1) if found.binds in ("training", "network") else staleness
+        return found.update / self._bounds.steps.share({stale: 1})
 
     def _weights(self, ranks: int, option: EngineOption, engines: int) -> WeightsTime:
         """Returns the time of an update of the engines if all trainer ranks send as much."""

@@ -39,7 +39,9 @@ class StepLimit:
         target = planned.optimizer.staleness_kl
         if not target:
             raise ConfigError("--steps-of: optimizer.staleness_kl is 0, so that staleness shortens no step")
-        told = [line for line in updates if line.get("kl_staleness") is not None and line.get("staleness_mean")]
+        needed = ("kl_staleness", "entropy", "staleness_histogram")
+        stale = [line for line in updates if line.get("staleness_mean")]
+        told = [line for line in stale if all(line.get(key) is not None for key in needed)]
         staleness: dict[int, int] = {}
         for line in told:
             for versions, count in line["staleness_histogram"].items():
@@ -49,6 +51,6 @@ class StepLimit:
         divergence, entropy = (sum(line[key] for line in told) / len(told) for key in ("kl_staleness", "entropy"))
         if divergence <= 0:
             return cls(math.inf)
-        factor = sum(line.get("lr_factor", 1.0) for line in told) / len(told)
+        factor = sum(line.get("lr_factor") or 1.0 for line in told) / len(told)
         rate, own = (config.optimizer.lr * config.ppo.minibatches for config in (planned, trained))
         return cls(age(staleness) * factor * own / rate * math.sqrt(target * entropy / divergence))

@@ -71,3 +71,10 @@ def test_a_policy_that_does_not_move_limits_nothing():
 def test_what_says_nothing_is_refused(lines, planned, says):
     with pytest.raises(ConfigError, match=says):
         StepLimit.of(lines, config(), planned)
+
+
+def test_a_run_whose_rate_was_never_scaled_tells_as_much():
+    whole = [{key: value for key, value in line.items() if key != "lr_factor"} for line in trained(4, drift=1.0)]
+    scaled = [line | {"lr_factor": 1.0} for line in trained(4, drift=1.0)]
+    assert StepLimit.of(whole, config(), config()) == StepLimit.of(scaled, config(), config())
+    assert 4 < StepLimit.of(whole, config(), config()).reach < math.inf
