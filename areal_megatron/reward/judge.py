@@ -1,6 +1,7 @@
 """Scores of a judge: a language model that is served beside the policy is asked, and its verdict is read.
 
-A judge without a verdict says nothing about the answer: there is no score, but a failure, and it is asked again.
+A judge without a verdict says nothing about the answer: it is asked again at once, and then there is no score, but a
+failure.
 """
 
 from __future__ import annotations
@@ -8,20 +9,23 @@ from __future__ import annotations
 import asyncio
 import re
 import reprlib
+import time
 from collections.abc import Sequence
 
 from areal_megatron.config import Config, ConfigError, JudgeConfig, config_file
-from areal_megatron.reward.no_score import ServiceAway
+from areal_megatron.reward.no_score import NeverScored, ServiceAway
 from areal_megatron.reward.served import Said, ServedModels
 from areal_megatron.run.folder import RunFolder
 
 Text = tuple[str, str, str]
 """A prompt, a response and the right answer."""
+TRIES = 3
+"""How often a judge is asked until it has a verdict; once at temperature 0, where it would say the same again."""
 _PLACE = re.compile(r"\{(prompt|response|answer)\}")
 
 
-class NoVerdict(ValueError):
-    """A judge was asked, and fewer than half of what it said had a verdict."""
+class NoVerdict(NeverScored):
+    """A judge was asked, and fewer than half of what it said had a verdict, also when it was asked again."""
 
 
 def function(folder: str, limit_s: float) -> JudgeScores:
@@ -44,6 +48,7 @@ class JudgeScores:
 
     def __init__(self, config: Config, run: RunFolder, limit_s: float):
         self._judge, self._models, self._limit_s = config.reward.judge, ServedModels(config.served_models, run), limit_s
+        self._tries = TRIES if config.served.judge.temperature else 1
         self._coming: list[Text] = []
         self._found: dict[Text, float | BaseException] = {}
 
@@ -70,8 +75,16 @@ class JudgeScores:
         return await asyncio.gather(*map(self._score, texts), return_exceptions=True)
 
     async def _score(self, text: Text) -> float:
-        said = await self._models.chat("judge", asked(self._judge, text), n=self._judge.samples, limit_s=self._limit_s)
-        return score_of(self._judge, said)
+        message, ends = asked(self._judge, text), time.monotonic() + self._limit_s
+        for left in reversed(range(self._tries)):
+            limit_s = max(ends - time.monotonic(), 0.0)
+            said = await self._models.chat("judge", message, n=self._judge.samples, limit_s=limit_s)
+            try:
+                return score_of(self._judge, said)
+            except NoVerdict:
+                if not left:
+                    raise
+        raise AssertionError("it is asked once at least")
 
 
 def asked(judge: JudgeConfig, text: Text) -> list[dict[str, str]]:

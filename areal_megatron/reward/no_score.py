@@ -11,5 +11,10 @@ class ServiceAway(Exception):
     there is a score or reward.away_s is over. The text says which service, and how it fails."""
 
 
+class NeverScored(Exception):
+    """What a reward function raises for an answer that has no score and would have none if it were tried again. The
+    text says why."""
+
+
 class RewardFailed(Exception):
     """What `Episode.score` raises if there is no score, after all tries: the episode ends, and is not trained."""

@@ -29,7 +29,7 @@ from areal_megatron.process.shown import guard
 from areal_megatron.reward.asking import Asking, set_asking
 from areal_megatron.reward.function import OWN_SHARE, PURE, WrongResult, load_function, scored, takes_row
 from areal_megatron.reward.group import GroupAnswer, checked_terms, load_group_function
-from areal_megatron.reward.no_score import AnswerRefused, ServiceAway
+from areal_megatron.reward.no_score import AnswerRefused, NeverScored, ServiceAway
 from areal_megatron.run.folder import RunFolder
 
 HEADER = struct.Struct("<I")
@@ -106,6 +106,8 @@ class Scored(msgspec.Struct):
     """Where in the function's code the failure is a mistake of its author, `file:line`; else empty."""
     raised: bool = False
     """Whether the function raised one of MISTAKES, in place of returning something else than it may."""
+    never: bool = False
+    """Whether there would be no score if it were tried again."""
     ended: bool = False
     """Whether there is no score since the function ended its process, or was killed because it took too long."""
     terms: dict[str, list[float]] = {}
@@ -162,8 +164,8 @@ class Functions:
             lacks = "" if is_group else _lacking_column(e, request)
             is_known = raised or lacks or isinstance(e, (WrongResult, SystemExit))
             bug = place_of(e, at_fault) if at_fault and is_known else ""
-            problem = _problem(e, request.where) + lacks
-            return Scored(problem=problem, last=isinstance(e, MemoryError), bug=bug, raised=raised)
+            problem, never = _problem(e, request.where) + lacks, isinstance(e, NeverScored)
+            return Scored(problem=problem, last=isinstance(e, MemoryError), bug=bug, raised=raised, never=never)
 
     def _score(self, answer: Answer) -> Scored:
         text = self._response(answer)

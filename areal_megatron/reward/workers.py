@@ -111,7 +111,7 @@ class RewardWorkers:
         """Returns the result of each request; those that fail are tried again. Raises ConfigError for a mistake."""
         scores = await self._asked(requests)
         for pause_s in pauses(limit_s):
-            failed = [k for k, scored in enumerate(scores) if scored.problem]
+            failed = [k for k, scored in enumerate(scores) if scored.problem and not scored.never]
             if not failed:
                 break
             self.retries += len(failed)

@@ -14,7 +14,7 @@ from areal_megatron.config import (
     config_file,
 )
 from areal_megatron.reward.function import load_function
-from areal_megatron.reward.judge import NoVerdict, asked, verdict
+from areal_megatron.reward.judge import TRIES, NoVerdict, asked, verdict
 from areal_megatron.reward.no_score import ServiceAway
 from areal_megatron.reward.served import Said
 from areal_megatron.run.folder import RunFolder
@@ -27,11 +27,11 @@ def judged(tmp_path):
     """Makes the reward function of a run, with a scripted judge, and the judge's engine."""
     engines = []
 
-    def make(say, limit_s=5.0, **judge):
+    def make(say, limit_s=5.0, temperature=1.0, **judge):
         make_tokenizer(tmp_path / "judge")
         run = RunFolder(tmp_path / "run")
         run.create()
-        served = ServedModelConfig(path=str(tmp_path / "judge"), max_length=2000)
+        served = ServedModelConfig(path=str(tmp_path / "judge"), max_length=2000, temperature=temperature)
         config = Config(
             name="x",
             updates=1,
@@ -103,10 +103,27 @@ def test_announced_responses_are_judged_together_and_one_failure_is_one(judged):
     with pytest.raises(ServiceAway, match=r"^judge-0: "):
         score(*texts[0])
     engine.start()
-    assert score(*texts[0]) == 1.0 and len(engine.asked) == 3
+    asked = len(says) + TRIES - 1
+    assert score(*texts[0]) == 1.0 and len(engine.asked) == asked
     with pytest.raises(NoVerdict):
         score(*texts[1])
-    assert [score(*texts[k]) for k in (2, 3)] == [0.0, 1.0] and len(engine.asked) == 3
+    assert [score(*texts[k]) for k in (2, 3)] == [0.0, 1.0] and len(engine.asked) == asked
+
+
+@pytest.mark.parametrize(("temperature", "asked"), [(0.0, 1), (0.7, TRIES)])
+def test_a_judge_without_a_verdict_is_asked_again_where_it_may_say_something_else(judged, temperature, asked):
+    score, engine = judged(lambda *_: "hm", temperature=temperature)
+    engine.start()
+    with pytest.raises(NoVerdict):
+        score("1+1=", "2", "2")
+    assert len(engine.asked) == asked
+
+
+def test_a_judge_that_has_a_verdict_when_it_is_asked_again_is_asked_no_further(judged):
+    answers = iter(["hm", "Verdict: 1"])
+    score, engine = judged(lambda *_: next(answers))
+    engine.start()
+    assert score("1+1=", "2", "2") == 1.0 and len(engine.asked) == 2
 
 
 def test_a_judge_has_as_long_as_the_reward(judged):

@@ -39,6 +39,11 @@ def by_answer(prompt, response, answer):
             tries.write("x")
         if os.path.getsize(response) <= int(answer.split()[1]): raise ConnectionError("not now")
         return 1
+    if answer == "never":
+        with open(response, "a") as tries:
+            tries.write("x")
+        from areal_megatron.reward.no_score import NeverScored
+        raise NeverScored("no verdict")
     if answer == "type": return len(prompt) + response
     if answer == "match": return re.match("x", response).group()
     if answer == "name": return nothing
@@ -123,6 +128,15 @@ def test_what_fails_is_tried_again_until_the_time_for_that_is_over(user_function
     assert scores == [1, score, 3] and failures == (score is None)
     assert retries == (times if score else 1) and (tmp_path / "others").stat().st_size == 1
     assert (tmp_path / "tries").stat().st_size == retries + 1
+
+
+def test_what_would_fail_again_is_not_tried_again(user_function, tmp_path):
+    async def tried(pool, answers):
+        return [None if s.problem else s.score for s in await pool.judge(answers)], pool.retries
+
+    hopeless = Answer("", str(tmp_path / "tries"), "never")
+    ((scores, retries),), failures = run(user_function, [[hopeless, answer("good")]], retry_s=60.0, ask=tried)
+    assert (scores, retries, failures) == ([None, 3], 0, 1) and (tmp_path / "tries").stat().st_size == 1
 
 
 MISTAKES = {
