@@ -133,7 +133,8 @@ def test_a_judge_taught_to_check_additions_agrees_with_the_exact_grader(tmp_path
             said = re.findall(r"\\boxed\{(\d+)\}", tokenizer.decode(trajectory.response))
             agree += (bool(said) and int(said[-1]) == a + b) == (trajectory.reward > 0)
             count += 1
-    before, after = demo.accuracy(tmp_path / "rl")
+    first = next(line for line in read_metrics(RunFolder(tmp_path / "rl")) if line["kind"] == "update")
+    before, (_, after) = first["accuracy"], demo.accuracy(tmp_path / "rl")  # the first evaluation waits for the judge
     print(f"{agree / count:.4f} of {count:,} verdicts as the exact grader's; by the judge: {before:.3f} → {after:.3f}")
     assert count == 160 * 256 and agree >= 0.95 * count
     assert before < 0.6 and after >= 0.9
