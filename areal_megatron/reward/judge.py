@@ -11,6 +11,7 @@ import re
 import reprlib
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
 from areal_megatron.config import Config, ConfigError, JudgeConfig, config_file
 from areal_megatron.reward.no_score import NeverScored, ServiceAway
@@ -75,16 +76,16 @@ class JudgeScores:
         return await asyncio.gather(*map(self._score, texts), return_exceptions=True)
 
     async def _score(self, text: Text) -> float:
-        message, ends = asked(self._judge, text), time.monotonic() + self._limit_s
-        for left in reversed(range(self._tries)):
-            limit_s = max(ends - time.monotonic(), 0.0)
-            said = await self._models.chat("judge", message, n=self._judge.samples, limit_s=limit_s)
-            try:
-                return score_of(self._judge, said)
-            except NoVerdict:
-                if not left:
-                    raise
-        raise AssertionError("it is asked once at least")
+        ends = time.monotonic() + self._limit_s
+        for _ in range(self._tries - 1):
+            with suppress(NoVerdict):
+                return await self._score_once(text, ends)
+        return await self._score_once(text, ends)
+
+    async def _score_once(self, text: Text, ends: float) -> float:
+        """`ends`: when the time for all tries does."""
+        message, limit_s = asked(self._judge, text), max(ends - time.monotonic(), 0.0)
+        return score_of(self._judge, await self._models.chat("judge", message, n=self._judge.samples, limit_s=limit_s))
 
 
 def asked(judge: JudgeConfig, text: Text) -> list[dict[str, str]]:

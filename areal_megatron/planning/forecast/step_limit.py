@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from areal_megatron.config import Config, ConfigError
+from areal_megatron.config.algorithms import LEAST_FACTOR
 
 
 def age(staleness: Mapping[int, int]) -> float:
@@ -27,8 +28,9 @@ class StepLimit:
     """The root mean square of the staleness up to which rates need not be scaled down."""
 
     def share(self, staleness: Mapping[int, int]) -> float:
-        """Returns what part of the scheduled rate is left, above 0 and at most 1; `staleness` as in `age`."""
-        return 1.0 if age(staleness) <= self.reach else self.reach / age(staleness)
+        """Returns what part of the scheduled rate is left, from LEAST_FACTOR to 1; `staleness` as in `age`."""
+        stale = age(staleness)
+        return 1.0 if stale <= self.reach else max(self.reach / stale, LEAST_FACTOR)
 
     @classmethod
     def of(cls, updates: Sequence[Mapping[str, Any]], trained: Config, planned: Config) -> StepLimit:

@@ -115,3 +115,9 @@ def test_what_it_saves_in_staleness_costs_no_time(eta, training, monkeypatch):
     monkeypatch.setattr(Schedule, "ahead", property(lambda self: self.max_staleness))
     bounded, stale, _ = run(eta, answers, training)
     assert seconds <= 1.02 * bounded and staleness <= stale + 0.01
+
+
+def test_a_lead_that_was_needed_for_a_while_is_given_back():
+    begun = iter(range(10**6))
+    seconds, staleness, ahead = run(8, lambda _: 6.0 if next(begun) < 20 * 16 else 0.3, training=1.0, running=16)
+    assert seconds == pytest.approx(1.0) and staleness <= 1.5 and ahead <= 1.5

@@ -5,6 +5,7 @@ import math
 import pytest
 
 from areal_megatron.config import Config, ConfigError
+from areal_megatron.config.algorithms import LEAST_FACTOR
 from areal_megatron.planning.forecast.step_limit import StepLimit
 from areal_megatron.ppo.in_flight import InFlight, Seen
 
@@ -53,6 +54,7 @@ def test_answers_count_by_the_square_of_their_staleness():
     assert limit.share({0: 3, 4: 1}) == limit.share({2: 1}) == limit.share({0: 9}) == 1
     assert limit.share({0: 1, 8: 1}) == pytest.approx(2 / math.sqrt(32))
     assert StepLimit().share({1000: 1}) == 1
+    assert StepLimit(0.0).share({8: 1}) == LEAST_FACTOR and StepLimit(0.0).share({0: 1}) == 1
 
 
 def test_a_policy_that_does_not_move_limits_nothing():
