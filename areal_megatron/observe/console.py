@@ -151,7 +151,7 @@ class Console:
             self._note(
                 record["time"],
                 f"{measured} {percent(record.get('accuracy'))} at {_versions(record)}, "
-                f"{record.get('items', '?')} prompts{_by_file(record)}",
+                f"{record.get('items', '?')} prompts{_unscored(record)}{_by_file(record)}",
             )
         elif record["kind"] == "start":
             batch, engines, trainers = (number(record.get(f"{event}_s"), 0) for event in EVENTS)
@@ -310,6 +310,11 @@ def _facts(facts: dict[str, str]) -> Table:
     for name, value in facts.items():
         grid.add_row(name, value)
     return grid
+
+
+def _unscored(evaluation: dict[str, Any]) -> str:
+    failed = evaluation.get("failed")
+    return f", {failed} answer{'s' * (failed > 1)} without a score" if failed else ""
 
 
 def _by_file(evaluation: dict[str, Any]) -> str:

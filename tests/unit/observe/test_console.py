@@ -190,7 +190,7 @@ def test_what_is_done_again_counts_once_and_earlier_jobs_are_not_told_again(run)
     writer.flush()
     console.close()
     averages = {"aime": {"avg@4": {"value": 0.4}}, "gsm8k": {"avg@4": {"value": 1.0}}, "amc": {"items": 0}}
-    writer.write("eval", 6, {"accuracy": 0.7, "items": 500, "n": 4, "files": averages})
+    writer.write("eval", 6, {"accuracy": 0.7, "items": 500, "failed": 3, "n": 4, "files": averages})
     writer.write("resume", 5, {"incarnation": 2})
     writer.write("update", 6, UPDATE)
     writer.close()
@@ -200,7 +200,7 @@ def test_what_is_done_again_counts_once_and_earlier_jobs_are_not_told_again(run)
         "starting",
         "resumed at version 4",
         "update 5/6",
-        "held-out accuracy 70% at version 6, 500 prompts: aime 40%, gsm8k 100%, amc –",
+        "held-out accuracy 70% at version 6, 500 prompts, 3 answers without a score: aime 40%, gsm8k 100%, amc –",
         "resumed at version 5",
         "update 6/6",
     ]
