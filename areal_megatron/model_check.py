@@ -204,7 +204,14 @@ def _check_served(config: Config, name: str, weights: bool) -> None:
 def _check_adapter(
     adapter: Adapter, model: Architecture, hf: dict[str, Any], sizes: trainer_layout.MegatronSizes
 ) -> None:
-    """Raises ConfigError for targets that the model does not have, and where a rank would have none of their rows."""
+    """Raises ConfigError for targets that the model does not have, and where a rank would have none of their rows, or a
+    part of an expert."""
+    if adapter.experts and not any(row.of_experts for row in adapter.rows(model)):
+        raise ConfigError(f"lora.experts: no layer of lora.targets in {model.name} is of experts; leave it out")
+    if adapter.experts and sizes.expert_tp > 1:
+        raise ConfigError(
+            f"trainer.etp: experts with adapters are whole on a rank, not on {sizes.expert_tp}; set it to 1"
+        )
     for rank in range(sizes.tp):
         for name, shape in trainer_layout.layout(hf, sizes, rank, adapter).held.items():
             if not prod(shape):

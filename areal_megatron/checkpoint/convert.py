@@ -204,7 +204,9 @@ def from_peft(
     kind = dtype or factors.dtype(next(iter(canonical)))
     places = {f"{torch_dist.ADAPTER}.{torch_dist.factor_name(pattern)}": pattern for pattern in canonical}
     tensors = {name: (kind, canonical[pattern]) for name, pattern in places.items()}
-    chunks = [(name, box) for name, (_, shape) in tensors.items() for box in whole(shape).singles(1)]
+    chunks = [
+        (name, box) for name, (_, shape) in tensors.items() for box in whole(shape).singles(numbers(places[name]))
+    ]
     total = sum(prod(shape) * ITEMSIZE[kind] for shape in canonical.values())
     progress, blocks = _Progress(report, total * (1 + verify)), BlockBuffers()
 

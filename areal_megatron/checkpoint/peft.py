@@ -4,6 +4,7 @@ add them to a model's weights."""
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +13,9 @@ from typing import Any
 from numpy import ndarray
 
 from areal_megatron.checkpoint.disk import BoxReader, CheckpointError, OpenFiles, cast, empty, read_box
-from areal_megatron.checkpoint.hf_folder import HfTensor, hf_tensors, safetensors_extents
+from areal_megatron.checkpoint.hf_folder import HfTensor, hf_tensors, safetensors_entries, safetensors_extents
 from areal_megatron.config import Config, ConfigError
-from areal_megatron.models.adapter import ALL_LINEAR, FACTORS, Adapter, adapted, factor_of, linear_rows, unserved
+from areal_megatron.models.adapter import ALL_LINEAR, FACTORS, Adapter, adapted, factor_of, module_of, unserved
 from areal_megatron.models.architecture import Architecture, architecture
 from areal_megatron.models.pattern import name_at, numbers
 from areal_megatron.models.weight_files import ADAPTER
@@ -24,6 +25,8 @@ from areal_megatron.reshard.boxes import Box, Shape, expand
 from areal_megatron.run.json_input import read_object
 
 WEIGHTS = "adapter_model.safetensors"
+_EXPERT = re.compile(r"\bexperts\.\d+\.")
+"""A part of the names of a router's experts."""
 PREFIX = "base_model.model."
 """What PEFT's names of factors have before those of the model's layers."""
 _PLAIN = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
@@ -60,11 +63,20 @@ def description(adapter: Adapter, model: Architecture, base: str) -> dict[str, A
         "lora_alpha": int(adapter.alpha) if adapter.alpha == int(adapter.alpha) else adapter.alpha,
         "lora_dropout": 0.0,
         "use_rslora": adapter.use_rslora,
-        "target_modules": adapter.modules(model),
+        "target_modules": _targets(adapter, model),
         "bias": "none",
         "init_lora_weights": True,
         "inference_mode": True,
     }
+
+
+def _targets(adapter: Adapter, model: Architecture) -> list[str]:
+    """Returns what PEFT's names of the layers with an adapter end with: of an expert, `experts.3.up_proj`."""
+    targeted, found, experts = adapter.modules(model), [], range(model.dimensions.experts)
+    for row in adapter.rows(model):
+        modules = [module for module in map(module_of, row.tensors) if module in targeted]
+        found += [f"experts.{n}.{module}" for n in experts for module in modules] if row.of_experts else modules
+    return [*dict.fromkeys(found)]
 
 
 def write_description(folder: Path, adapter: Adapter, hf_config: Mapping[str, Any], base: str | Path) -> None:
@@ -104,10 +116,16 @@ def read_description(folder: Path) -> tuple[Adapter, str]:
     if not isinstance(targets, list) or not targets or not all(isinstance(each, str) for each in targets):
         raise CheckpointError(f"{file} needs a list of names as target_modules; a pattern is not known")
     base = found.get("base_model_name_or_path")
-    names = dict.fromkeys(each.rpartition(".")[2] for each in targets)
-    return Adapter(rank, float(alpha), tuple(names), bool(found.get("use_rslora"))), base if isinstance(
-        base, str
-    ) else ""
+    names = tuple(dict.fromkeys(each.rpartition(".")[2] for each in targets))
+    adapter = Adapter(rank, float(alpha), names, bool(found.get("use_rslora")), _has_experts(folder, targets))
+    return adapter, base if isinstance(base, str) else ""
+
+
+def _has_experts(folder: Path, targets: list[str]) -> bool:
+    """Returns whether routers' experts have adapters, which names of targets or of tensors tell."""
+    weights = folder / WEIGHTS
+    tensors = safetensors_entries(weights) if weights.is_file() else ()
+    return any(map(_EXPERT.search, (*targets, *tensors)))
 
 
 def open_start(config: Config, hf_config: Mapping[str, Any]) -> PeftFolder:
@@ -208,9 +226,9 @@ class MergedModel:
     def __init__(self, base: BoxReader, factors: BoxReader, model: Architecture, adapter: Adapter):
         self._base, self._factors, self._scale = base, factors, adapter.scale
         self._shapes = adapted(model, adapter).canonical
-        self._weights = {name for row in linear_rows(model) for name in row.of_layers(model.dimensions).tensors}
+        self._weights = {name for row in adapter.rows(model) for name in row.of_layers(model.dimensions).tensors}
         self._own = factors.dtype(next(iter(self._shapes)))
-        self._last: tuple[str, int] | None = None
+        self._last: tuple[str, Shape] | None = None
 
     def dtype(self, tensor: str) -> str:
         return self._own
@@ -223,13 +241,13 @@ class MergedModel:
             return
         import torch
 
-        if self._last != (tensor, box.start[0]):
-            self._down, self._up = (self._factor(name, box.start[0]) for name in names)
-            self._last = (tensor, box.start[0])
+        if self._last != (tensor, at := box.start[: numbers(tensor)]):
+            self._down, self._up = (self._factor(name, at) for name in names)
+            self._last = (tensor, at)
         held = empty(box.shape, self._own)
         self._base.read(tensor, box, held, self._own)
         values = torch.from_numpy(held).view(getattr(torch, self._own)).float()
-        _, rows, columns = box.slices
+        *_, rows, columns = box.slices
         values += self._up[rows] @ self._down[:, columns] * self._scale
         out[...] = cast(values.view(torch.uint32).numpy(), "float32", dtype)
 
@@ -237,12 +255,12 @@ class MergedModel:
         self._base.close()
         self._factors.close()
 
-    def _factor(self, name: str, layer: int) -> Any:
-        """A factor of one layer as a torch tensor, float32."""
+    def _factor(self, name: str, at: Shape) -> Any:
+        """A factor of one layer, or of an expert in it, as a torch tensor, float32."""
         import torch
 
-        shape = self._shapes[name]
-        box = Box((layer, *(0 for _ in shape[1:])), (layer + 1, *shape[1:]))
+        shape = self._shapes[name][len(at) :]
+        box = Box((*at, *(0 for _ in shape)), (*(number + 1 for number in at), *shape))
         values = empty(box.shape, "float32")
         self._factors.read(name, box, values, "float32")
-        return torch.from_numpy(values).view(torch.float32)[0]
+        return torch.from_numpy(values).view(torch.float32).view(shape)

@@ -60,6 +60,8 @@ class LoraConfig:
     targets: str = key("all-linear", needs="rank")
     """Linear layers that get an adapter, by PEFT's names: `q_proj,v_proj`; `all-linear`: all that may have one
     (docs/adapters.md)."""
+    experts: bool = key(False, needs="rank")
+    """Adapt the experts that routers choose as well; engines then need `merge` (docs/adapters.md)."""
     dropout: float = key(0.0, at_least=0, below=1, needs="rank")
     """Share of an adapter's input that is set to zero in training (docs/adapters.md)."""
     use_rslora: bool = key(False, needs="rank")

@@ -266,6 +266,13 @@ def _check_lora(config: Config, require: Require) -> None:
         "lora.adapters",
         "several adapters are trained by programs alone (mode=driven); leave it out",
     )
+    if config.lora.experts:
+        require(
+            not (config.engines_adapt and config.has_engines),
+            "lora.experts",
+            "engines cannot apply adapters of experts: set lora.merge=true, with which they get whole weights",
+        )
+        require(config.lora.rank % 8 == 0, "lora.rank", "kernels for all experts need a multiple of 8 (lora.experts)")
     require(
         not (config.lora.start and config.lora.merge and config.rollout.first_weights == "model"),
         "rollout.first_weights",

@@ -40,13 +40,15 @@ class Adapter:
     targets: tuple[str, ...]
     """The last parts of the layers' names, or ALL_LINEAR alone."""
     use_rslora: bool = False
+    experts: bool = False
+    """Whether routers' experts have some, too."""
 
     @classmethod
     def of(cls, settings: LoraConfig) -> Adapter | None:
         """Returns what a run's config asks for; None without adapters."""
         if not settings.rank:
             return None
-        return cls(settings.rank, settings.alpha, settings.names, settings.use_rslora)
+        return cls(settings.rank, settings.alpha, settings.names, settings.use_rslora, settings.experts)
 
     @classmethod
     def of_told(cls, told: Mapping[str, Any]) -> Adapter:
@@ -62,7 +64,7 @@ class Adapter:
     def settings(self) -> str:
         """The keys of a config that ask for it."""
         keys = f"lora.rank={self.rank} lora.alpha={self.alpha:g} lora.targets={','.join(self.targets)}"
-        return keys + " lora.use_rslora=true" * self.use_rslora
+        return keys + " lora.use_rslora=true" * self.use_rslora + " lora.experts=true" * self.experts
 
     @property
     def scale(self) -> float:
@@ -72,7 +74,8 @@ class Adapter:
     def modules(self, model: Architecture) -> list[str]:
         """Returns the last parts of the names of the linear layers with an adapter, in the order of the model. Raises
         ConfigError for a target that the model does not have."""
-        found = list(dict.fromkeys(module_of(name) for row in linear_rows(model) for name in row.tensors))
+        rows = linear_rows(model, self.experts)
+        found = list(dict.fromkeys(module_of(name) for row in rows for name in row.tensors))
         if self.targets == (ALL_LINEAR,):
             return found
         for target in self.targets:
@@ -80,9 +83,16 @@ class Adapter:
                 inner = {module_of(name) for row in model.layer if "mlp." in row.megatron for name in row.tensors}
                 near = difflib.get_close_matches(target, found, 1) if target not in inner else []
                 hint = f", did you mean {near[0]}?" if near else f"; {model.name} has {', '.join(found)}"
-                problem = "is of experts, which get no adapters" if target in inner else "is no linear layer"
+                problem = "is of experts; set lora.experts=true" if target in inner else "is no linear layer"
                 raise ConfigError(f"lora.targets: {target} {problem}{hint}")
         return [name for name in found if name in self.targets]
+
+    def rows(self, model: Architecture) -> list[Row]:
+        """Returns the rows of the linear layers with an adapter, in the order of the model. Raises ConfigError as
+        `modules` does."""
+        modules = self.modules(model)
+        rows = linear_rows(model, self.experts)
+        return [row for row in rows if any(module_of(name) in modules for name in row.tensors)]
 
 
 def served(config: Config, hf_config: Mapping[str, Any]) -> Adapter | None:
@@ -105,13 +115,15 @@ def unserved(adapter: Adapter, model: Architecture) -> str:
     """Returns why engines cannot apply an adapter, "" if they can. Raises ConfigError as `Adapter.modules` does."""
     if _NOT_SERVED in adapter.modules(model):
         return f"engines apply an adapter of {_NOT_SERVED} wrongly"
+    if adapter.experts:
+        return "engines cannot apply adapters of experts"
     return f"its rank is {adapter.rank}, and engines take up to {LARGEST}" if adapter.rank > LARGEST else ""
 
 
-def linear_rows(model: Architecture) -> list[Row]:
+def linear_rows(model: Architecture, experts: bool = False) -> list[Row]:
     """Returns the rows of the linear layers that may have adapters, in the order of the model: all layers but the
-    output layer and the experts of routers."""
-    rows = [row for row in model.layer if row.megatron.endswith(_WEIGHT) and not row.of_experts]
+    output layer and, unless `experts` is set, a router's experts."""
+    rows = [row for row in model.layer if row.megatron.endswith(_WEIGHT) and (experts or not row.of_experts)]
     return [row for row in rows if any(kind in row.megatron for kind in _LINEAR)]
 
 
@@ -121,12 +133,7 @@ def adapted(model: Architecture, adapter: Adapter | None) -> Architecture:
     if adapter is None:
         return model
     modules = adapter.modules(model)
-    layer = [
-        factor
-        for row in linear_rows(model)
-        if any(module_of(name) in modules for name in row.tensors)
-        for factor in _factors(row, modules)
-    ]
+    layer = [factor for row in adapter.rows(model) for factor in _factors(row, modules)]
     dimensions = replace(model.dimensions, adapter_rank=adapter.rank)
     return replace(model, dimensions=dimensions, layer=tuple(layer), is_adapter=True)
 
@@ -136,16 +143,16 @@ def _factors(row: Row, modules: list[str]) -> tuple[Row, Row]:
 
     A layer that is cut by rows has A whole on every rank, one that is cut by columns has B whole.
     """
-    axes = {name: axes.split() for name, axes in row.tensors.items() if module_of(name) in modules}
-    by_columns = row.cut is Cut.COLUMNS
+    axes = {name: axes.rpartition(" ") for name, axes in row.tensors.items() if module_of(name) in modules}
+    by_columns, experts = row.cut is Cut.COLUMNS, "experts " * row.of_experts
     first, second = FACTORS
     down = _named(row, first) | {
         "cut": Cut.COLUMNS if by_columns else Cut.WHOLE,
-        "tensors": {factor_of(name, first): f"adapter_rank {inner}" for name, (_, inner) in axes.items()},
+        "tensors": {factor_of(name, first): f"{experts}adapter_rank {inner}" for name, (*_, inner) in axes.items()},
     }
     up = _named(row, second) | {
         "cut": Cut.WHOLE if by_columns else row.cut,
-        "tensors": {factor_of(name, second): f"{outer} adapter_rank" for name, (outer, _) in axes.items()},
+        "tensors": {factor_of(name, second): f"{outer} adapter_rank" for name, (outer, *_) in axes.items()},
         "among": tuple(factor_of(name, second) for name in row.tensors),
     }
     return replace(row, **down), replace(row, **up)

@@ -12,13 +12,15 @@ has the rows of the weight, each the row of its own layer's B:
 
 A factor that is whole on several tensor-parallel ranks sees each rank's tokens there: it is marked as norms are, and
 megatron-core sums its gradient. One that is cut is marked as the weight is, or the norm of the gradient would count it
-on one rank only.
+on one rank only. Experts are whole on a rank that has them, which exchanges nothing; their factors are marked as they
+are.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
+import re
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -50,7 +52,8 @@ fuses, None for one without; and how many rows."""
 class LowRank(torch.nn.Module):
     """scale · B·A of the layers that one linear layer fuses; both factors are zero at first.
 
-    weight: this rank's part of the linear layer's. cut: how that is cut. layers: how many layers have an adapter.
+    weight: this rank's part of the linear layer's. cut: how that is cut, None for an expert. layers: how many layers
+    have an adapter.
     dropout: the share of x that is zero within `dropping`, where the rest is multiplied by 1 / (1 − dropout).
     """
 
@@ -61,14 +64,14 @@ class LowRank(torch.nn.Module):
         config: TransformerConfig,
         weight: Tensor,
         adapter: Adapter,
-        cut: Cut,
+        cut: Cut | None,
         layers: int,
         runs: Runs,
         dropout: float = 0.0,
     ):
         super().__init__()
-        self.enabled, self._scale, self._dropout = True, adapter.scale, dropout
-        self._cut, self._sharded = cut, config.sequence_parallel
+        self.enabled, self.scale, self._dropout = True, adapter.scale, dropout
+        self._cut, self._sharded = cut, config.sequence_parallel and cut is not None
         rows = torch.cat([torch.full((count,), -1 if layer is None else layer) for layer, count in runs])
         own = rows >= 0
         self.lora_A = torch.nn.Parameter(weight.new_zeros(layers * adapter.rank, weight.size(1)))
@@ -79,21 +82,23 @@ class LowRank(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: what the linear layer gets, [tokens of this rank, 1, in] → what is to be added to its output"""
-        if self._dropout and self.dropping:
-            x = F.dropout(x, self._dropout)
-        inner = F.linear(x, self.lora_A) * self._scale
+        inner = F.linear(self.dropped(x), self.lora_A) * self.scale
         if self._sharded and self._cut is Cut.COLUMNS:
             inner = reduce_scatter_to_sequence_parallel_region(inner)
         elif self._sharded and self._cut is not Cut.WHOLE:
             inner = gather_from_sequence_parallel_region(inner, tensor_parallel_output_grad=True)
-        return F.linear(inner, self._wide())
+        return F.linear(inner, self.wide())
+
+    def dropped(self, x: Tensor) -> Tensor:
+        """Returns what is left of x by dropout."""
+        return F.dropout(x, self._dropout) if self._dropout and self.dropping else x
 
     @torch.no_grad()
     def product(self) -> Tensor:
         """Returns scale · B·A in the shape of this rank's part of the weight, float32."""
-        return self._wide().float() @ self.lora_A.float() * self._scale
+        return self.wide().float() @ self.lora_A.float() * self.scale
 
-    def _wide(self) -> Tensor:
+    def wide(self) -> Tensor:
         """B as the factor of all A together, [rows of the weight, layers · rank]: zero where a row meets the A of
         another layer."""
         rows = self.lora_B
@@ -105,6 +110,11 @@ class LowRank(torch.nn.Module):
 
     def _mark(self) -> None:
         """Tells megatron-core which gradients to sum over tensor-parallel ranks, and which to count on each of them."""
+        if self._cut is None:
+            for factor in (self.lora_A, self.lora_B):
+                mark(factor, allreduce=False)
+                set_tensor_model_parallel_attributes(factor, True, 0, 1)
+            return
         axis_of = {self.lora_A: 1 if self._cut is Cut.COLUMNS else None}
         axis_of[self.lora_B] = None if self._cut in (Cut.COLUMNS, Cut.WHOLE) else 0
         for factor, axis in axis_of.items():
@@ -127,16 +137,17 @@ def add_adapters(chunk: GPTModel, model: Architecture, adapter: Adapter, base: L
     chunk.requires_grad_(False)
     targeted = adapter.modules(model)
     rows: dict[str, list[Row]] = defaultdict(list)
-    for row in linear_rows(model):
+    for row in linear_rows(model, adapter.experts):
         rows[row.megatron.removesuffix(".weight")].append(row)
     for name, linear in list(chunk.named_modules()):
-        fused = rows.get(name.removeprefix("decoder.layers.").partition(".")[2], [])
+        layer = name.removeprefix("decoder.layers.").partition(".")[2]
+        fused = rows.get(re.sub(r"(?<=\.local_experts\.)\d+", "{}", layer), [])
         own = [module for row in fused for module in map(module_of, row.tensors) if module in targeted]
         if own:
             stack = _stack(fused[0].megatron, base)
             runs = [(own.index(module) if module in own else None, count) for module, count in stack]
-            weight = cast(Tensor, linear.weight)
-            linear.adapter = LowRank(chunk.config, weight, adapter, fused[0].cut, len(own), runs, dropout)
+            weight, cut = cast(Tensor, linear.weight), None if fused[0].of_experts else fused[0].cut
+            linear.adapter = LowRank(chunk.config, weight, adapter, cut, len(own), runs, dropout)
             cast(Adapted, linear).register_forward_hook(_add)
     if chunk.pre_process:
         # Where layers are recomputed, what they begin with must need a gradient: else nothing within them gets one.

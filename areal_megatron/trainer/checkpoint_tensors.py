@@ -90,11 +90,12 @@ def _factors(chunks: Chunks, adapters: Layout) -> dict[str, ShardedTensorFactory
             own, named = piece.narrow(single).local, numbers(piece.parameter)
             region = Box(own.start[named:], own.stop[named:])
             pieces[name_at(piece.parameter, own.start[:named])].append((region, piece.tensor, single))
-    found, replica = {}, replicas().rank()
-    tp = parallel_state.get_tensor_model_parallel_rank()
+    found, tp = {}, parallel_state.get_tensor_model_parallel_rank()
     for name, parameter in named_parameters(chunks):
         if name in pieces:
             cut = getattr(parameter, "tensor_model_parallel", False)
+            of_all = getattr(parameter, "allreduce", True)
+            replica = replicas().rank() if of_all else parallel_state.get_expert_data_parallel_rank()
             build = partial(_build, pieces[name], adapters.canonical)
             merge = partial(_merge, pieces[name], parameter.shape)
             found[name] = ShardedTensorFactory(ADAPTER, parameter, build, merge, (0, 0 if cut else tp, replica))

@@ -45,16 +45,14 @@ class Experts(SequentialMLP):
             return super().forward(rows, tokens_per_expert, probs)
         experts: list[Any] = [*self.local_experts]
         for expert in reversed(experts):
-            settle(expert.linear_fc1, expert.linear_fc2)
+            settle(*expert.modules())
         counts = tokens_per_expert.tolist()
-        first = [expert.linear_fc1.weight for expert in experts]
-        second = [expert.linear_fc2.weight for expert in experts]
 
         def multiply(rows: Tensor) -> Tensor:
-            return _Products.apply(rows, counts, *first)
+            return _product(rows, counts, [expert.linear_fc1 for expert in experts])
 
         def last(inner: Tensor) -> Tensor:
-            return _Products.apply(inner, counts, *second)
+            return _product(inner, counts, [expert.linear_fc2 for expert in experts])
 
         if self.recompute == "none" or not torch.is_grad_enabled():
             return last(self._activate(multiply(rows), probs)), None
@@ -83,6 +81,16 @@ class _LastFirst(ModuleList):
 
     def __iter__(self):
         return (self[number] for number in range(len(self)))
+
+
+def _product(rows: Tensor, counts: list[int], linears: list[Any]) -> Tensor:
+    """Returns what linear layers of all experts give of their rows, with their adapters (trainer/adapter.py)."""
+    product = _Products.apply(rows, counts, *(linear.weight for linear in linears))
+    adapters = [linear.adapter for linear in linears if hasattr(linear, "adapter") and linear.adapter.enabled]
+    if not adapters:
+        return product
+    inner = _Products.apply(adapters[0].dropped(rows), counts, *(adapter.lora_A for adapter in adapters))
+    return product + _Products.apply(inner * adapters[0].scale, counts, *(adapter.wide() for adapter in adapters))
 
 
 class _Products(torch.autograd.Function):

@@ -56,9 +56,12 @@ def check_files(run, folder):
         torch.testing.assert_close(merged[name], values, atol=1e-6, rtol=0)
 
 
-def test_engines_that_get_merged_weights_wait_for_them(local_run, world, tmp_path):
-    start = write_adapter(tmp_path / "start", world / "model", 8, 4)
-    keys = KEYS | {"lora.start": start, "lora.alpha": 4, "updates": 2, "lora.merge": "true"}
+def test_engines_that_get_merged_weights_wait_for_them(local_run, world, of_family, tmp_path):
+    """The adapters are those of a Qwen3 with experts, which have some, too."""
+    model = of_family("qwen3_moe")
+    start = write_adapter(tmp_path / "start", model, 8, 4, experts=True)
+    keys = KEYS | {"lora.start": start, "lora.alpha": 4, "updates": 2, "lora.merge": "true", "lora.experts": "true"}
+    keys |= {"model.path": model}
     run = local_run("merged", *small(world, **keys))
     assert run.wait() == 0, run.output
     updates = [line for line in read_metrics(RunFolder(run.folder)) if line["kind"] == "update"]

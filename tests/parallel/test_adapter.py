@@ -20,6 +20,7 @@ from tests.support.tiny_models import load_oracle, save_model
 FAMILIES = ("qwen2", "qwen3", "llama", "qwen3_moe", "glm4_moe", "deepseek_v3", "moonlight")
 NETS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 CLASSIC = {"targets": "q_proj,v_proj"}
+EXPERTS = {"experts": True, "rank": 8}
 CASES = {
     "tp1": [(family, {}, {}) for family in FAMILIES] + [("qwen3", {"recompute": "full"}, CLASSIC)],
     "nets": [(family, {}, {}) for family in NETS],
@@ -34,6 +35,7 @@ CASES = {
         ("llama", {"cp": 2, "recompute": "elementwise"}, {"use_rslora": True}),
         ("deepseek_v3", {"tp": 2}, {}),
         ("qwen3_moe", {"dp": 2, "ep": 2}, {}),
+        ("deepseek_v3", {"dp": 2, "ep": 2, "recompute": "full"}, EXPERTS),
     ],
     "2-ranks-and-the-rest": [
         ("qwen3", {"dp": 2}, CLASSIC),
@@ -41,7 +43,7 @@ CASES = {
     ],
     "4-ranks": [
         ("qwen3", {"tp": 4}, {}),  # more ranks than KV heads
-        ("qwen3_moe", {"tp": 2, "dp": 2, "ep": 2, "etp": 1}, {}),
+        ("qwen3_moe", {"tp": 2, "dp": 2, "ep": 2, "etp": 1}, EXPERTS),
     ],
     "parts-of-2-ranks-together": [
         ("llama", {"tp": 2, "dp": 2, "recompute": "mlp"}, {"use_rslora": True}),
@@ -68,9 +70,9 @@ def folder(tmp_path, models):
     return tmp_path
 
 
-def write_start(folder, run, model, targets="all-linear", use_rslora=False):
+def write_start(folder, run, model, targets="all-linear", rank=4, **settings):
     RunFolder(folder / run).create()
-    write_adapter(folder / f"{run}-start", folder / model, 4, 10, targets.split(","), use_rslora=use_rslora)
+    write_adapter(folder / f"{run}-start", folder / model, rank, 10, targets.split(","), **settings)
 
 
 @pytest.mark.parametrize("case", with_soaked(CASES, SOAKED))
@@ -80,6 +82,16 @@ def test_every_layout_trains_adapters_as_one_process_does(folder, on_ranks, case
         write_start(folder, run, model, **settings)
     [world] = {math.prod(layout.get(size, 1) for size in ("tp", "cp", "pp", "dp")) for _, layout, _ in CASES[case]}
     on_ranks("adapter_checks:check_layouts", world, cases=runs)
+
+
+def test_adapters_of_experts_that_are_multiplied_together_are_those_of_single_ones(folder, on_ranks):
+    runs = {
+        "run-0": ("qwen3_moe", {}, EXPERTS),
+        "run-1": ("glm4_moe", {"recompute": "mlp"}, EXPERTS | {"targets": "q_proj,up_proj"}),
+    }
+    for run, (model, _, settings) in runs.items():
+        write_start(folder, run, model, **settings)
+    on_ranks("kernel_checks:check_adapters", 1, cases=runs)
 
 
 def test_dropout_is_the_same_where_layers_are_recomputed(folder, on_ranks):
@@ -111,7 +123,7 @@ def test_memory_is_what_is_planned(folder, on_ranks):
     on_ranks("adapter_checks:check_memory", 1, model="wide", cases=cases)
 
 
-def check_files(folder):
+def check_files(folder, family, rank):
     """What ranks gather is what the converter reads of their checkpoint, and transformers loads the sum of both."""
     shutil.copy(folder / "adapter" / ADAPTER, folder / "last")
     to_peft(folder / "last", folder / "converted")
@@ -119,7 +131,7 @@ def check_files(folder):
     to_hf(folder / "adapter", folder / "merged")
     tokens = torch.arange(7, 40)[None]
     logits = [load_oracle(folder / name)(tokens).logits for name in ("once", "kept", "merged")]
-    model = adapted_oracle(folder / "qwen3", 4, 2.5, ["all-linear"])
+    model = adapted_oracle(folder / family, rank, 10 / rank, ["all-linear"], experts=family == "qwen3_moe")
     factors = load_file(folder / "adapter" / WEIGHTS)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -129,21 +141,33 @@ def check_files(folder):
         torch.testing.assert_close(each, model(tokens).logits, atol=1e-5, rtol=0)
 
 
-def test_checkpoints_hold_adapters_alone_and_resume_in_any_layout(folder, on_ranks):
+@pytest.mark.parametrize(
+    ("family", "saved", "others", "rank", "kept"),
+    [
+        ("qwen3", {"tp": 2, "pp": 2}, [{"dp": 2}, {"cp": 2}], 4, ("self_attn.q_proj.lora_B", (4, 128, 4))),
+        (
+            "qwen3_moe",
+            {"tp": 2, "dp": 2, "ep": 2, "etp": 1},
+            [{"dp": 2, "ep": 2}],
+            8,
+            ("mlp.experts.up_proj.lora_A", (4, 4, 8, 64)),
+        ),
+    ],
+)
+def test_checkpoints_hold_adapters_alone_and_resume_in_any_layout(folder, on_ranks, family, saved, others, rank, kept):
     """The optimizer's states of a factor are with it, float32, and nothing is there of the model's own weights."""
     for run in ("straight", "other", "none", *(f"run-{number}" for number in range(4))):
         RunFolder(folder / run).create()
-    saved = {"tp": 2, "pp": 2}
-    on_ranks("adapter_checks:check_straight", 4, family="qwen3", layout=saved)
+    on_ranks("adapter_checks:check_straight", 4, family=family, layout=saved)
     held = stored_tensors(folder / "saved", (*MODEL_PREFIXES, "optimizer."))
     factors = {name: each.shape for name, each in held.items() if name.startswith("adapter.")}
-    assert factors["adapter.model.layers.self_attn.q_proj.lora_B.weight"] == (4, 128, 4)
+    name, shape = kept
+    assert factors[f"adapter.model.layers.{name}.weight"] == shape
     states = {f"optimizer.state.{state}.{name}" for name in factors for state in ("param", "exp_avg", "exp_avg_sq")}
     assert {*held} == {*factors, *states}
-    check_files(folder)
-    on_ranks("adapter_checks:check_resumed", 4, family="qwen3", cases={"run-0": saved}, exact=True)
-    on_ranks(
-        "adapter_checks:check_resumed", 2, family="qwen3", cases={"run-1": {"dp": 2}, "run-2": {"cp": 2}}, exact=False
-    )
-    on_ranks("adapter_checks:check_resumed", 1, family="qwen3", cases={"run-3": {}}, exact=False)
-    on_ranks("adapter_checks:check_other", 1, family="qwen3")
+    check_files(folder, family, rank)
+    on_ranks("adapter_checks:check_resumed", 4, family=family, cases={"run-0": saved}, exact=True)
+    cases = {f"run-{number}": layout for number, layout in enumerate(others, 1)}
+    on_ranks("adapter_checks:check_resumed", 2, family=family, cases=cases, exact=False)
+    on_ranks("adapter_checks:check_resumed", 1, family=family, cases={"run-3": {}}, exact=False)
+    on_ranks("adapter_checks:check_other", 1, family=family)

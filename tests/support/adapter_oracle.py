@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.nn.utils.parametrize import register_parametrization
 
 from tests.support.tiny_models import load_oracle
 
@@ -23,24 +24,37 @@ DENSE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_p
 PREFIX = "base_model.model."
 
 
-def linear_layers(tensors: Mapping[str, Tensor], targets: Sequence[str]) -> dict[str, Tensor]:
+STACKED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+"""The layers of an expert in each parameter in which transformers holds those of all experts."""
+
+
+def linear_layers(tensors: Mapping[str, Tensor], targets: Sequence[str], experts: bool = False) -> dict[str, Tensor]:
     """Returns the weights of the layers of a model with an adapter, by the layers' names: for `all-linear` all but the
-    output layer, routers and the experts that these choose."""
+    output layer and routers, and without `experts` all but the experts that these choose."""
     found = {}
     for name, weight in tensors.items():
-        layer = ("", "", *name.split("."))[-2]
-        chosen = "_proj" in layer if tuple(targets) == ("all-linear",) else layer in targets
-        if chosen and weight.ndim == 2 and ".experts." not in name:
+        if ".experts." not in name:
             found[name.removesuffix(".weight")] = weight
-    return found
+        elif experts:
+            path, _, stacked = name.rpartition(".")
+            for number, own in enumerate(weight):
+                parts = zip(STACKED[stacked], own.chunk(len(STACKED[stacked])), strict=True)
+                found |= {f"{path}.{number}.{layer}": part for layer, part in parts}
+    last = {name: name.rpartition(".")[2] for name in found}
+    every = tuple(targets) == ("all-linear",)
+    return {
+        name: weight
+        for name, weight in found.items()
+        if weight.ndim == 2 and ("_proj" in last[name] if every else last[name] in targets)
+    }
 
 
 def random_adapter(
-    tensors: Mapping[str, Tensor], targets: Sequence[str], rank: int, seed: int = 0
+    tensors: Mapping[str, Tensor], targets: Sequence[str], rank: int, seed: int = 0, experts: bool = False
 ) -> dict[str, Tensor]:
     """Returns factors for the model with these tensors."""
     factors = {}
-    for layer, weight in linear_layers(tensors, targets).items():
+    for layer, weight in linear_layers(tensors, targets, experts).items():
         rows, columns = weight.shape
         for factor, shape in zip(FACTORS, ((rank, columns), (rows, rank)), strict=True):
             factors[f"{layer}.{factor}.weight"] = value(f"{layer}.{factor}.weight", shape, seed)
@@ -56,20 +70,49 @@ def value(name: str, shape: Sequence[int], seed: int = 0) -> Tensor:
 def adapt(model: torch.nn.Module, factors: Mapping[str, Tensor], scale: float) -> torch.nn.Module:
     """Adds an adapter to a model: what an adapted layer gives is W·x + scale · B·A·x. The factors alone are trained."""
     model.requires_grad_(False)
+    stacked = {}
     for name, values in factors.items():
         layer, _, factor = name.removesuffix(".weight").rpartition(".")
-        model.get_submodule(layer).register_parameter(factor, torch.nn.Parameter(values.clone()))
-        if factor == FACTORS[0]:
+        if ".experts." in layer:
+            path, number, _ = layer.rsplit(".", 2)
+            stacked[path] = model.get_submodule(path)
+            for parent, own in ((path, number), (f"{path}.{number}", layer.rpartition(".")[2])):
+                if own not in dict(model.get_submodule(parent).named_children()):
+                    model.get_submodule(parent).add_module(own, torch.nn.Module())
+        elif factor == FACTORS[0]:
             model.get_submodule(layer).register_forward_hook(
                 lambda own, inputs, output: output + (inputs[0] @ own.lora_A.T @ own.lora_B.T) * scale
             )
+        model.get_submodule(layer).register_parameter(factor, torch.nn.Parameter(values.clone()))
+    for experts in stacked.values():
+        for name, layers in STACKED.items():
+            register_parametrization(experts, name, _Sums(experts, layers, scale))
     return model
 
 
-def adapted_oracle(folder: Path, rank: int, scale: float, targets: Sequence[str]) -> torch.nn.Module:
+class _Sums(torch.nn.Module):
+    """W + scale · B·A of each expert in a parameter of all; for a layer without factors W."""
+
+    def __init__(self, experts: torch.nn.Module, layers: Sequence[str], scale: float):
+        super().__init__()
+        self._experts, self._layers, self._scale = [experts], layers, scale  # a list hides what would be a child
+
+    def forward(self, weights: Tensor) -> Tensor:
+        return torch.stack([torch.cat([*self._of(number, own)]) for number, own in enumerate(weights)])
+
+    def _of(self, number: int, weight: Tensor) -> Iterator[Tensor]:
+        children = dict(self._experts[0].get_submodule(str(number)).named_children())
+        for layer, part in zip(self._layers, weight.chunk(len(self._layers)), strict=True):
+            own = children.get(layer)
+            yield part if own is None else part + own.lora_B @ own.lora_A * self._scale
+
+
+def adapted_oracle(
+    folder: Path, rank: int, scale: float, targets: Sequence[str], experts: bool = False
+) -> torch.nn.Module:
     """Returns the model of a folder with an adapter of random values."""
     model = load_oracle(folder)
-    return adapt(model, random_adapter(model.state_dict(), targets, rank), scale)
+    return adapt(model, random_adapter(model.state_dict(), targets, rank, experts=experts), scale)
 
 
 def factors_among(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -80,10 +123,11 @@ def factors_among(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def write_adapter(
     folder: Path, base: Path, rank: int, alpha: float, targets: Sequence[str] = ("all-linear",), **settings
 ) -> Path:
-    """Writes a folder as PEFT does, with factors of random values; `dtype` among the settings: theirs."""
+    """Writes a folder as PEFT does, with factors of random values; among the settings `dtype`: theirs,
+    and `experts`: whether experts have some, too."""
     folder.mkdir(parents=True)
-    dtype = settings.pop("dtype", torch.float32)
-    factors = random_adapter(load_oracle(base).state_dict(), targets, rank)
+    dtype, experts = settings.pop("dtype", torch.float32), settings.pop("experts", False)
+    factors = random_adapter(load_oracle(base).state_dict(), targets, rank, experts=experts)
     save_file({PREFIX + name: each.to(dtype) for name, each in factors.items()}, folder / "adapter_model.safetensors")
     names = sorted({name.split(".lora_")[0].rpartition(".")[2] for name in factors})
     described = {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "target_modules": names, "bias": "none"}

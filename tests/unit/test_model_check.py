@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from areal_megatron.config import (
     Config,
     ConfigError,
     DataConfig,
+    LoraConfig,
     ModelConfig,
     RewardConfig,
     RolloutConfig,
@@ -234,6 +236,21 @@ def test_gated_delta_nets_are_trained_without_adapters(tmp_path, mode):
     check_model(subject)
     subject.lora.rank, subject.trainer.tp = 0, 8
     with pytest.raises(ConfigError, match=r"trainer\.tp: 8 does not divide linear_num_key_heads=4 "):
+        check_model(subject)
+
+
+@pytest.mark.parametrize(
+    ("hf", "trainer", "problem"),
+    [
+        (GOOD, {}, "lora.experts: no layer of lora.targets in Qwen3ForCausalLM is of experts; leave it out"),
+        (GOOD | EXPERTS, {"tp": 2}, "trainer.etp: experts with adapters are whole on a rank, not on 2; set it to 1"),
+        (GOOD | EXPERTS, {"tp": 2, "etp": 1}, ""),
+    ],
+)
+def test_adapters_of_experts(tmp_path, hf, trainer, problem):
+    subject = config(tmp_path, hf, **trainer)
+    subject.lora = LoraConfig(rank=8, experts=True, merge=True)
+    with pytest.raises(ConfigError, match=f"^{problem}$") if problem else nullcontext():
         check_model(subject)
 
 

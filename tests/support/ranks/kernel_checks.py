@@ -22,6 +22,7 @@ from areal_megatron.config import Config, DataConfig, ModelConfig
 from areal_megatron.models.architecture import architecture, read_config
 from areal_megatron.trainer import experts, hardware, patches
 from areal_megatron.trainer.model import build_model, named_parameters, parallel_sizes
+from tests.support.ranks import adapter_checks
 from tests.support.ranks.memory_checks import TOKENS, measure
 from tests.support.ranks.trainer_checks import check_layouts, check_overlap
 
@@ -69,6 +70,13 @@ def check_kernels(folder: Path, rank: int, of: str, names: list[str], cases: dic
     if "experts" in names:
         # the reference has its weights apart, and the end of a bucket may lie between experts
         assert 0 < calls["copy"] < calls["view"] or of == "overlap", calls
+
+
+def check_adapters(folder: Path, rank: int, cases: dict[str, list]) -> None:
+    """Adapters of experts that one product multiplies, see adapter_checks.py."""
+    with only(["experts"]) as calls:
+        adapter_checks.check_layouts(folder, rank, cases)
+    assert calls["experts"] and calls["view"]
 
 
 def join(folder: Path) -> None:

@@ -24,7 +24,7 @@ CLASSIC = ("q_proj", "v_proj")
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bases")
-    return {name: save_model(name, folder / name) for name in ("qwen3", "glm4_moe", "moonlight")}
+    return {name: save_model(name, folder / name) for name in ("qwen3", "qwen3_moe", "glm4_moe", "moonlight")}
 
 
 def write_adapter(folder, base, targets=("all-linear",), **settings):
@@ -32,17 +32,20 @@ def write_adapter(folder, base, targets=("all-linear",), **settings):
 
 
 @pytest.mark.parametrize(
-    ("name", "targets", "dtype"),
+    ("name", "targets", "dtype", "experts"),
     [
-        ("qwen3", ("all-linear",), torch.float32),
-        ("qwen3", CLASSIC, torch.bfloat16),
-        ("glm4_moe", ("k_proj", "o_proj"), torch.float32),
-        ("moonlight", ("all-linear",), torch.float32),
+        ("qwen3", ("all-linear",), torch.float32, False),
+        ("qwen3", CLASSIC, torch.bfloat16, False),
+        ("glm4_moe", ("k_proj", "o_proj"), torch.float32, False),
+        ("glm4_moe", ("up_proj",), torch.bfloat16, True),
+        ("moonlight", ("all-linear",), torch.float32, False),
+        ("moonlight", ("all-linear",), torch.float32, True),
     ],
 )
-def test_folders_come_back_bit_for_bit(tmp_path, bases, name, targets, dtype):
+def test_folders_come_back_bit_for_bit(tmp_path, bases, name, targets, dtype, experts):
     """Also by way of a checkpoint, and whatever the name of the base is in the folder."""
-    folder = write_adapter(tmp_path / "adapter", bases[name], targets, dtype=dtype, base_model_name_or_path="elsewhere")
+    own = {"dtype": dtype, "experts": experts, "base_model_name_or_path": "elsewhere"}
+    folder = write_adapter(tmp_path / "adapter", bases[name], targets, **own)
     from_peft(folder, tmp_path / "checkpoint", base=bases[name], verify=True)
     to_peft(tmp_path / "checkpoint", tmp_path / "again", verify=True)
     before, after = (load_file(path / WEIGHTS) for path in (folder, tmp_path / "again"))
@@ -53,20 +56,34 @@ def test_folders_come_back_bit_for_bit(tmp_path, bases, name, targets, dtype):
         "lora_alpha": ALPHA,
         "peft_type": "LORA",
     }
-    assert sorted(described["target_modules"]) == expected["target_modules"]
+    named = [module for module in described["target_modules"] if "." not in module]
+    of_experts = {module.rpartition(".")[2] for module in described["target_modules"] if module not in named}
+    assert sorted({*named, *of_experts}) == expected["target_modules"] and bool(of_experts) == experts
+    layers = [key.removeprefix("base_model.model.").partition(".lora_")[0] for key in before]
+    assert all(any(f".{layer}".endswith(f".{module}") for module in described["target_modules"]) for layer in layers)
 
 
-@pytest.mark.parametrize("rslora", [False, True])
-@pytest.mark.parametrize("name", ["qwen3", "glm4_moe", "moonlight"])
-def test_a_merged_model_is_the_sum(tmp_path, bases, name, rslora):
-    folder = write_adapter(tmp_path / "adapter", bases[name], use_rslora=rslora)
+@pytest.mark.parametrize(
+    ("name", "rslora", "experts"),
+    [
+        ("qwen3", False, False),
+        ("qwen3", True, False),
+        ("glm4_moe", False, False),
+        ("glm4_moe", True, True),
+        ("moonlight", False, True),
+        ("moonlight", True, False),
+    ],
+)
+def test_a_merged_model_is_the_sum(tmp_path, bases, name, rslora, experts):
+    folder = write_adapter(tmp_path / "adapter", bases[name], use_rslora=rslora, experts=experts)
     scale = ALPHA / RANK**0.5 if rslora else ALPHA / RANK
     to_hf(folder, tmp_path / "merged", verify=True)
     tokens = torch.arange(7, 40)[None]
-    expected = adapted_oracle(bases[name], RANK, scale, ["all-linear"])(tokens).logits
+    expected = adapted_oracle(bases[name], RANK, scale, ["all-linear"], experts)(tokens).logits
     torch.testing.assert_close(load_oracle(tmp_path / "merged")(tokens).logits, expected, atol=2e-5, rtol=0)
     base, merged = load_file(bases[name] / SINGLE), load_file(tmp_path / "merged" / SINGLE)
-    layers = {f"{path}.weight" for path in linear_layers(load_oracle(bases[name]).state_dict(), ["all-linear"])}
+    tensors = load_oracle(bases[name]).state_dict()
+    layers = {f"{path}.weight" for path in linear_layers(tensors, ["all-linear"], experts)}
     assert base.keys() == merged.keys()
     assert {key for key in base if not torch.equal(base[key], merged[key])} == layers
 
@@ -158,16 +175,23 @@ def test_a_damaged_file(tmp_path, bases):
         to_hf(folder, tmp_path / "merged")
 
 
-def test_peft_loads_what_is_written(tmp_path, bases):
+@pytest.mark.parametrize(("name", "experts"), [("qwen3", False), ("qwen3_moe", True)])
+def test_peft_loads_what_is_written(tmp_path, bases, name, experts):
+    """PEFT (0.21) loads no adapters of dense and shared MLPs beside experts; Qwen3-MoE has none. It saves those of
+    experts in a form of its own, which is refused."""
     peft = pytest.importorskip("peft")
-    folder = write_adapter(tmp_path / "adapter", bases["moonlight"])
+    folder = write_adapter(tmp_path / "adapter", bases[name], experts=experts)
     from_peft(folder, tmp_path / "checkpoint")
     to_peft(tmp_path / "checkpoint", tmp_path / "again")
     tokens = torch.arange(7, 40)[None]
-    model = peft.PeftModel.from_pretrained(load_oracle(bases["moonlight"]), tmp_path / "again")
-    expected = adapted_oracle(bases["moonlight"], RANK, ALPHA / RANK, ["all-linear"])(tokens).logits
+    model = peft.PeftModel.from_pretrained(load_oracle(bases[name]), tmp_path / "again")
+    expected = adapted_oracle(bases[name], RANK, ALPHA / RANK, ["all-linear"], experts)(tokens).logits
     torch.testing.assert_close(model(tokens).logits, expected, atol=1e-5, rtol=0)
     model.save_pretrained(tmp_path / "saved")
-    to_peft(tmp_path / "saved", tmp_path / "third", base=bases["moonlight"])
+    if experts:
+        with pytest.raises(CheckpointError, match=r"sets .*, which these adapters do not have"):
+            to_peft(tmp_path / "saved", tmp_path / "third", base=bases[name])
+        return
+    to_peft(tmp_path / "saved", tmp_path / "third", base=bases[name])
     before, after = (load_file(path / WEIGHTS) for path in (folder, tmp_path / "third"))
     assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)

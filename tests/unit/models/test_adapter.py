@@ -11,6 +11,7 @@ from areal_megatron.models.adapter import Adapter, adapted
 from areal_megatron.models.architecture import architecture
 from areal_megatron.reshard.boxes import expand
 from areal_megatron.reshard.trainer_layout import MegatronSizes, layouts
+from tests.support.adapter_oracle import random_adapter
 from tests.support.tiny_models import MODELS, SIZES
 
 RANK = 3
@@ -46,6 +47,19 @@ def test_every_linear_layer_but_the_last_has_two_factors(name):
     assert factors(name) == expected
 
 
+@pytest.mark.parametrize("name", ["qwen3_moe", "glm4_moe", "deepseek_v3", "qwen3_5_moe"])
+@pytest.mark.parametrize("targets", [("all-linear",), ("up_proj", "o_proj")], ids=str)
+def test_experts_have_factors_where_they_are_asked_for(name, targets):
+    config, make_model = described(name)
+    with torch.device("meta"):
+        tensors = make_model(config).state_dict()
+    expected = random_adapter(tensors, targets, RANK, experts=True)
+    adapter = Adapter(RANK, 16.0, targets, experts=True)
+    found = expand(adapted(architecture(config.to_dict()), adapter).canonical)
+    assert found == {tensor: tuple(values.shape) for tensor, values in expected.items()}
+    assert any(".mlp.experts.3.up_proj." in tensor for tensor in found)
+
+
 def test_only_the_named_layers_have_them():
     named = {path for path in linear_layers("qwen3") if path.endswith(CLASSIC)}
     assert {path.rpartition(".lora_")[0] for path in factors("qwen3", *CLASSIC)} == named
@@ -63,7 +77,7 @@ def test_only_the_named_layers_have_them():
         (
             "qwen3_moe",
             "gate_proj",
-            "gate_proj is of experts, which get no adapters; Qwen3MoeForCausalLM has q_proj, k_proj, ",
+            "gate_proj is of experts; set lora.experts=true; Qwen3MoeForCausalLM has q_proj, k_proj, ",
         ),
         ("deepseek_v3", "q_proj", "q_proj is no linear layer"),
     ],
@@ -78,7 +92,9 @@ def test_the_scale_is_peft_s():
     assert Adapter(16, 32.0, ("all-linear",), use_rslora=True).scale == 8
 
 
-@pytest.mark.parametrize("sizes", [{}, {"tp": 2}, {"tp": 4}, {"tp": 2, "pp": 2, "vpp": 2}, {"dp": 2, "cp": 2}], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [{}, {"tp": 2}, {"tp": 4}, {"tp": 2, "pp": 2, "vpp": 2}, {"dp": 2, "ep": 2, "cp": 2}], ids=str
+)
 @pytest.mark.parametrize(
     ("name", "targets"),
     [
@@ -86,10 +102,11 @@ def test_the_scale_is_peft_s():
         ("llama", CLASSIC),
         ("deepseek_v3", ("all-linear",)),
         ("qwen3_5", ("all-linear",)),
+        ("glm4_moe", ("all-linear",)),
     ],
 )
 def test_trainer_ranks_hold_every_element_of_the_factors(name, targets, sizes):
-    adapter, config = Adapter(RANK, 16.0, targets), described(name)[0].to_dict()
+    adapter, config = Adapter(RANK, 16.0, targets, experts="moe" in name), described(name)[0].to_dict()
     held = layouts(config, MegatronSizes(**sizes), adapter)
     model = adapted(architecture(config), adapter)
     for tensor, shape in model.canonical.items():
