@@ -47,9 +47,7 @@ class Slots:
     """The room for adapters in every layer of an engine that may have them."""
 
     count: int
-    """One more than there are adapters. The last one stays empty: on CPU vLLM (0.32) computes a request without an
-    adapter with what is there, if there are requests with adapters in its batch. It is for another adapter where a
-    program has some answer from their folders, and there no request is without one."""
+    """One more than there are adapters, for another one where a program has some answer from their folders."""
     each: Adapter
     """The largest adapter that fits into a slot. It has all layers that vLLM fuses in one of these."""
     modules: tuple[str, ...]

@@ -59,6 +59,28 @@ def test_what_the_kernels_do_not_support_is_left_to_vllm():
     assert not impls[1].supports_args(x.T.contiguous().T, x, weight, EPSILON)
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("adapters", [[0] * 7, [-1] * 7, [2, 2, -1, 0, 0, 2, 1]], ids=str)
+def test_each_token_gets_its_own_adapter_or_none(dtype, adapters):
+    """Two layers of widths 24 and 8 that one layer fuses, of three adapters of rank 4."""
+    from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+
+    subject = PunicaWrapperCPU(64, 8, "cpu")
+    subject._update_prefill_metadata(torch.tensor(adapters))
+    subject.is_prefill = True
+    torch.manual_seed(0)
+    x, out = torch.randn(7, 16, dtype=dtype), torch.randn(7, 32, dtype=dtype)
+    downs = [torch.randn(3, 1, 4, 16, dtype=dtype) / 8 for _ in range(2)]
+    ups = [torch.randn(3, 1, size, 4, dtype=dtype) / 8 for size in (24, 8)]
+    expected = out.double()
+    for token, adapter in enumerate(adapters):
+        if adapter >= 0:
+            inner = [down[adapter, 0].double() @ x[token].double() for down in downs]
+            expected[token] += torch.cat([up[adapter, 0].double() @ own for up, own in zip(ups, inner, strict=True)])
+    subject.add_lora_linear(out, x, tuple(downs), tuple(ups), 1.0, (24, 8))
+    assert_close(out, expected)
+
+
 @pytest.fixture
 def vllm_config():
     """What vLLM's layers look up when they are made."""
