@@ -47,7 +47,7 @@ class Slots:
     """The room for adapters in every layer of an engine that may have them."""
 
     count: int
-    """One more than there are adapters, for another one where a program has some answer from their folders."""
+    """As many as there are adapters, and in a run of a program one for others that answer from their folders."""
     each: Adapter
     """The largest adapter that fits into a slot. It has all layers that vLLM fuses in one of these."""
     modules: tuple[str, ...]
@@ -60,8 +60,8 @@ class Slots:
         return [*command, "--max-loras", str(self.count), "--max-cpu-loras", str(self.count)]
 
 
-def slots(adapters: Sequence[Adapter], model: Architecture) -> Slots:
-    """Returns the room for all of these together, whatever their ranks and targets."""
+def slots(adapters: Sequence[Adapter], model: Architecture, driven: bool = False) -> Slots:
+    """Returns the room for all of these together, whatever their ranks and targets; `driven`: a program asks."""
     targets = tuple(dict.fromkeys(name for each in adapters for name in each.modules(model)))
     adapter = replace(adapters[0], rank=max(each.rank for each in adapters), targets=targets)
     parts = [row.vllm.rpartition(".")[0] for row in adapted(model, adapter).layer]
@@ -69,4 +69,4 @@ def slots(adapters: Sequence[Adapter], model: Architecture) -> Slots:
     targets = tuple(dict.fromkeys(name.split(".")[-2] for name in fused))
     rank = next(rank for rank in RANKS if rank >= adapter.rank)
     modules = tuple(dict.fromkeys(part.rpartition(".")[2] for part in parts))
-    return Slots(len(adapters) + 1, replace(adapter, rank=rank, targets=targets), modules)
+    return Slots(len(adapters) + driven, replace(adapter, rank=rank, targets=targets), modules)

@@ -148,7 +148,7 @@ def engine_arguments(config: Config, named: Sequence[Named] = ()) -> list[str]:
         command += ["--enable-return-routed-experts"]
     own = served(config, hf_config)
     if together := [*([own] * config.lora.adapters if own else []), *(one.adapter for one in named)]:
-        command += adapters.slots(together, architecture(hf_config)).arguments
+        command += adapters.slots(together, architecture(hf_config), config.is_driven).arguments
     if config.machine.is_cpu:
         command += cpu_arguments(config, hf_config)
     else:

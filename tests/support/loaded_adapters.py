@@ -37,7 +37,7 @@ def adapter_of(folder: Path) -> Adapter:
 
 
 def room(folder: Path) -> Slots:
-    return slots([adapter_of(folder)] * TOGETHER, architecture(read_config(folder)))
+    return slots([adapter_of(folder)] * TOGETHER, architecture(read_config(folder)), driven=True)  # one stays empty
 
 
 def options(folder: Path) -> dict[str, Any]:

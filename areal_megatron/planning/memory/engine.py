@@ -50,7 +50,8 @@ def engine_memory(
     ]
     if adapter:
         beside = sum(bool(model.adapter) for model in config.lodgers.values())  # taken to be as large as the policy's
-        slots = adapters.slots([adapter] * (config.lora.adapters + beside), architecture(hf_config))
+        together = [adapter] * (config.lora.adapters + beside)
+        slots = adapters.slots(together, architecture(hf_config), config.is_driven)
         size = slots.count * _elements(_fullest(hf_config, sizes, slots.each)) + _elements(received)
         note = f"as received, and in {slots.count} slots of rank {slots.each.rank}"
         parts.append(MemoryPart("adapters", element * size, note))

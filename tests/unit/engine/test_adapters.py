@@ -36,14 +36,15 @@ def test_the_ranks_are_vllm_s():
 )
 def test_a_slot_has_the_layers_that_vllm_fuses(model, targets, modules, together):
     room = slots([Adapter(9, 18.0, targets)] * 3, architecture(read_config(MODELS / model)))
-    assert room.modules == modules and room.each == Adapter(16, 18.0, tuple(together.split())) and room.count == 4
+    assert room.modules == modules and room.each == Adapter(16, 18.0, tuple(together.split())) and room.count == 3
     assert " ".join(room.arguments).startswith(f"--enable-lora --max-lora-rank 16 --lora-target-modules {modules[0]}")
 
 
 def test_slots_have_room_for_the_largest_rank_and_for_all_targets():
     several = [Adapter(4, 8.0, ("q_proj",)), Adapter(30, 30.0, ("down_proj", "k_proj")), Adapter(1, 1.0, ("up_proj",))]
     room = slots(several, architecture(read_config(MODELS / "Qwen3-8B")))
-    assert room.count == 4 and room.each.rank == 32
+    assert room.count == 3 and room.each.rank == 32
+    assert slots(several, architecture(read_config(MODELS / "Qwen3-8B")), driven=True).count == 4
     assert room.modules == ("qkv_proj", "gate_up_proj", "down_proj")
     named = [Named(f"adapter-{n}", f"/a/{n}", each) for n, each in enumerate(several)]
     assert read(told(named)) == named and read("") == []
