@@ -275,8 +275,8 @@ def load(trainer: Trainer, path: Path) -> None:
 
 def _check_adapter(own: Adapter | None, saved: dict[str, Any] | None) -> None:
     """Raises ValueError unless a checkpoint has the adapters that are trained, or none if none are."""
-    if saved != (own and asdict(own)):
-        held = Adapter.of_told(saved) if saved else None
+    held = Adapter.of_told(saved) if saved else None
+    if held != own:
         has, asked = (each.settings if each else "no adapters" for each in (held, own))
         raise ValueError(f"it has {has}, and the config asks for {asked}; resume it with its own settings of lora")
 
