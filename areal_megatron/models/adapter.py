@@ -80,7 +80,7 @@ class Adapter:
             return found
         for target in self.targets:
             if target not in found:
-                inner = {module_of(name) for row in model.layer if "mlp." in row.megatron for name in row.tensors}
+                inner = {module_of(name) for row in linear_rows(model, experts=True) for name in row.tensors}
                 near = difflib.get_close_matches(target, found, 1) if target not in inner else []
                 hint = f", did you mean {near[0]}?" if near else f"; {model.name} has {', '.join(found)}"
                 problem = "is of experts; set lora.experts=true" if target in inner else "is no linear layer"

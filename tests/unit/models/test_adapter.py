@@ -79,6 +79,7 @@ def test_only_the_named_layers_have_them():
             "gate_proj",
             "gate_proj is of experts; set lora.experts=true; Qwen3MoeForCausalLM has q_proj, k_proj, ",
         ),
+        ("qwen3_moe", "gate", "gate is no linear layer"),
         ("deepseek_v3", "q_proj", "q_proj is no linear layer"),
     ],
 )
