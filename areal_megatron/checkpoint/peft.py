@@ -135,13 +135,18 @@ def open_start(config: Config, hf_config: Mapping[str, Any]) -> PeftFolder:
     assert own is not None  # only adapters start from one
     try:
         found, _ = read_description(folder)
-        if (found.rank, found.scale, found.modules(model)) != (own.rank, own.scale, own.modules(model)):
+        if _compared(found, model) != _compared(own, model):
             raise CheckpointError(
                 f"{folder} has {found.settings}, and the config asks for {own.settings}: set these so"
             )
         return PeftFolder(folder, model, found)
     except CheckpointError as e:
         raise ConfigError(f"lora.start: {e}") from None
+
+
+def _compared(adapter: Adapter, model: Architecture) -> tuple[Any, ...]:
+    """What a run and the adapter that it starts from must have alike."""
+    return adapter.rank, adapter.scale, adapter.modules(model), adapter.experts
 
 
 def for_engines(folder: Path, model: Architecture) -> Adapter:

@@ -152,6 +152,17 @@ def test_an_adapter_to_start_from_has_the_settings_of_the_run(tmp_path, bases, m
         open_start(config, read_config(bases["qwen3"]))
 
 
+@pytest.mark.parametrize("experts", [False, True])
+def test_an_adapter_to_start_from_has_experts_as_the_run_has(tmp_path, bases, experts):
+    """In Moonlight dense layers and shared experts have the same targets."""
+    folder = write_adapter(tmp_path / "adapter", bases["moonlight"], experts=experts)
+    lora = LoraConfig(RANK, ALPHA, experts=not experts, start=str(folder))
+    config = Config(model=ModelConfig(path=str(bases["moonlight"])), lora=lora)
+    held, asked = " lora.experts=true" * experts, " lora.experts=true" * (not experts)
+    with pytest.raises(ConfigError, match=f"^lora.start: .*proj{held}, and .*all-linear{asked}: set these so$"):
+        open_start(config, read_config(bases["moonlight"]))
+
+
 def test_an_adapter_to_start_from_is_one_of_the_model(tmp_path, bases):
     """Other shapes are refused; another name of the base is told, since one model may have several."""
     folder = write_adapter(tmp_path / "adapter", bases["qwen3"], base_model_name_or_path="Owner/Other-8B")
