@@ -322,6 +322,7 @@ def _open_adapter(folder: Path, base: Path | None) -> tuple[BoxReader, Adapter, 
             "--base"
         )
     config = read_config(base)
+    peft.check_targets(folder, adapter, model := architecture(config))
     if (folder / TRAINER).is_dir():
         return DistCheckpoint(folder / TRAINER, config, adapter), adapter, base
-    return peft.PeftFolder(folder, architecture(config), adapter), adapter, base
+    return peft.PeftFolder(folder, model, adapter), adapter, base

@@ -135,6 +135,7 @@ def open_start(config: Config, hf_config: Mapping[str, Any]) -> PeftFolder:
     assert own is not None  # only adapters start from one
     try:
         found, _ = read_description(folder)
+        check_targets(folder, found, model)
         if _compared(found, model) != _compared(own, model):
             raise CheckpointError(
                 f"{folder} has {found.settings}, and the config asks for {own.settings}: set these so"
@@ -142,6 +143,16 @@ def open_start(config: Config, hf_config: Mapping[str, Any]) -> PeftFolder:
         return PeftFolder(folder, model, found)
     except CheckpointError as e:
         raise ConfigError(f"lora.start: {e}") from None
+
+
+def check_targets(folder: Path, adapter: Adapter, model: Architecture) -> None:
+    """Raises CheckpointError for a target of the folder's adapter that the model does not have."""
+    try:
+        adapter.modules(model)
+    except ConfigError as e:
+        said = str(e).replace("lora.targets: ", f"{folder / ADAPTER}: target_modules: ", 1)
+        none = ", and no tensor is: take it out of the list"
+        raise CheckpointError(said.replace("; set lora.experts=true", none, 1)) from None
 
 
 def _compared(adapter: Adapter, model: Architecture) -> tuple[Any, ...]:
@@ -154,14 +165,13 @@ def for_engines(folder: Path, model: Architecture) -> Adapter:
     another model's, or if engines cannot apply it."""
     try:
         found, _ = read_description(folder)
+        check_targets(folder, found, model)
         if problem := unserved(found, model):
             raise CheckpointError(f"{folder}: {problem}: merge it, `areal convert to-hf {folder} MODEL`")
         PeftFolder(folder, model, found).close()
         return replace(found, targets=tuple(found.modules(model)))
     except CheckpointError as e:
         raise ConfigError(str(e)) from None
-    except ConfigError as e:
-        raise ConfigError(str(e).replace("lora.targets: ", f"{folder / ADAPTER}: target_modules: ", 1)) from None
 
 
 def note_of_base(folder: str, base: str) -> str:

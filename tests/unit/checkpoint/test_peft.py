@@ -163,6 +163,18 @@ def test_an_adapter_to_start_from_has_experts_as_the_run_has(tmp_path, bases, ex
         open_start(config, read_config(bases["moonlight"]))
 
 
+def test_targets_of_experts_without_tensors(tmp_path, bases):
+    """PEFT keeps the names that it was given, where the model has such layers or not."""
+    names = ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj"]
+    folder = write_adapter(tmp_path / "adapter", bases["qwen3_moe"], target_modules=names)
+    problem = r"adapter_config.json: target_modules: up_proj is of experts, and no tensor is: take it out of the list; "
+    with pytest.raises(CheckpointError, match=problem):
+        to_hf(folder, tmp_path / "merged")
+    config = Config(model=ModelConfig(path=str(bases["qwen3_moe"])), lora=LoraConfig(RANK, ALPHA, start=str(folder)))
+    with pytest.raises(ConfigError, match=f"^lora.start: .*{problem}"):
+        open_start(config, read_config(bases["qwen3_moe"]))
+
+
 def test_an_adapter_to_start_from_is_one_of_the_model(tmp_path, bases):
     """Other shapes are refused; another name of the base is told, since one model may have several."""
     folder = write_adapter(tmp_path / "adapter", bases["qwen3"], base_model_name_or_path="Owner/Other-8B")
