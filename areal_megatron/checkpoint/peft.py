@@ -13,7 +13,13 @@ from typing import Any
 from numpy import ndarray
 
 from areal_megatron.checkpoint.disk import BoxReader, CheckpointError, OpenFiles, cast, empty, read_box
-from areal_megatron.checkpoint.hf_folder import HfTensor, hf_tensors, safetensors_entries, safetensors_extents
+from areal_megatron.checkpoint.hf_folder import (
+    HfTensor,
+    exact_dtype,
+    hf_tensors,
+    safetensors_entries,
+    safetensors_extents,
+)
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.models.adapter import ALL_LINEAR, FACTORS, Adapter, adapted, factor_of, module_of, unserved
 from areal_megatron.models.architecture import Architecture, architecture
@@ -211,10 +217,12 @@ class PeftFolder:
             raise CheckpointError(
                 f"{path} has a tensor {printable(other[0])}, which its config or its base does not have"
             )
+        self._exact = exact_dtype(each.dtype for each in self._extents.values())
 
     def dtype(self, tensor: str, numbered: Shape | None = None) -> str:
-        """Returns the dtype of the tensor of a canonical pattern that has these numbers, None for the first one."""
-        return self._extents[PREFIX + name_at(tensor, numbered or [0] * numbers(tensor))].dtype
+        """Returns the dtype of the tensor of a canonical pattern that has these numbers, None for one that holds all
+        tensors exactly."""
+        return self._exact if numbered is None else self._extents[PREFIX + name_at(tensor, numbered)].dtype
 
     def read(self, tensor: str, box: Box, out: ndarray, dtype: str) -> None:
         """Fills `out`, an array of the box's shape for elements of `dtype`, with a box of a canonical pattern within

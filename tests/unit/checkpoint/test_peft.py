@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from areal_megatron.checkpoint.convert import from_peft, to_hf, to_peft
 from areal_megatron.checkpoint.disk import CheckpointError
@@ -61,6 +61,17 @@ def test_folders_come_back_bit_for_bit(tmp_path, bases, name, targets, dtype, ex
     assert sorted({*named, *of_experts}) == expected["target_modules"] and bool(of_experts) == experts
     layers = [key.removeprefix("base_model.model.").partition(".lora_")[0] for key in before]
     assert all(any(f".{layer}".endswith(f".{module}") for module in described["target_modules"]) for layer in layers)
+
+
+def test_nothing_is_rounded_where_dtypes_differ(tmp_path, bases):
+    folder = write_adapter(tmp_path / "adapter", bases["qwen3"], CLASSIC)
+    tensors = load_file(folder / WEIGHTS)
+    mixed = {name: each.bfloat16() if "q_proj" in name else each for name, each in tensors.items()}
+    save_file(mixed, folder / WEIGHTS)
+    from_peft(folder, tmp_path / "checkpoint")
+    to_peft(tmp_path / "checkpoint", tmp_path / "again")
+    again = load_file(tmp_path / "again" / WEIGHTS)
+    assert all(torch.equal(again[name], each.float()) for name, each in mixed.items())
 
 
 @pytest.mark.parametrize(
