@@ -18,7 +18,19 @@ READERS += [ROOT / "launch" / name for name in ("status.py", "page/watched.py")]
 LOOK_UP = {"get", "values", "recent", "itemgetter", "_trend"}
 """Functions of the readers that are given the name of a metric."""
 OTHERS = {"kind", "time", "version", "version_mean", "version_max", "files", "items", "n"}
-OTHERS |= {"accuracy_low", "accuracy_high", "error", "warning", "value", "low", "high", "curves", "unit", "bound"}
+OTHERS |= {
+    "accuracy_low",
+    "accuracy_high",
+    "failed",
+    "error",
+    "warning",
+    "value",
+    "low",
+    "high",
+    "curves",
+    "unit",
+    "bound",
+}
 """What else these look up: of lines as such, of evaluations and checkpoints, and of figures."""
 
 
