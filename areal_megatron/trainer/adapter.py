@@ -87,7 +87,7 @@ class LowRank(torch.nn.Module):
             inner = reduce_scatter_to_sequence_parallel_region(inner)
         elif self._sharded and self._cut is not Cut.WHOLE:
             inner = gather_from_sequence_parallel_region(inner, tensor_parallel_output_grad=True)
-        return F.linear(inner, self.wide())
+        return F.linear(inner, self.wide(self.lora_B))
 
     def dropped(self, x: Tensor) -> Tensor:
         """Returns what is left of x by dropout."""
@@ -96,16 +96,15 @@ class LowRank(torch.nn.Module):
     @torch.no_grad()
     def product(self) -> Tensor:
         """Returns scale · B·A in the shape of this rank's part of the weight, float32."""
-        return self.wide().float() @ self.lora_A.float() * self.scale
+        return self.wide(self.lora_B).float() @ self.lora_A.float() * self.scale
 
-    def wide(self) -> Tensor:
-        """B as the factor of all A together, [rows of the weight, layers · rank]: zero where a row meets the A of
-        another layer."""
-        rows = self.lora_B
+    def wide(self, rows: Tensor) -> Tensor:
+        """rows: B, or those of experts [experts, rows of B, rank] → B as the factor of all A together, [rows of the
+        weight, layers · rank], or of each expert: zero where a row meets the A of another layer"""
         if self._layer_of is not None:
-            rows = (rows[:, None] * self._layer_of).flatten(1)
+            rows = (rows[..., None, :] * self._layer_of).flatten(-2)
         if self._row_of is not None:
-            rows = torch.cat((rows, rows.new_zeros(1, rows.size(1))))[self._row_of]
+            rows = F.pad(rows, (0, 0, 0, 1))[..., self._row_of, :]
         return rows
 
     def _mark(self) -> None:

@@ -89,8 +89,9 @@ def _product(rows: Tensor, counts: list[int], linears: list[Any]) -> Tensor:
     adapters = [linear.adapter for linear in linears if hasattr(linear, "adapter") and linear.adapter.enabled]
     if not adapters:
         return product
-    inner = _Products.apply(adapters[0].dropped(rows), counts, *(adapter.lora_A for adapter in adapters))
-    return product + _Products.apply(inner * adapters[0].scale, counts, *(adapter.wide() for adapter in adapters))
+    first, factors = adapters[0], torch.stack([adapter.lora_B for adapter in adapters])
+    inner = _Products.apply(first.dropped(rows), counts, *(adapter.lora_A for adapter in adapters))
+    return product + _Products.apply(inner * first.scale, counts, *first.wide(factors).unbind())
 
 
 class _Products(torch.autograd.Function):
