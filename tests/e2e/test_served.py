@@ -19,6 +19,13 @@ from tests.support.tiny_models import load_oracle
 from tests.support.training_oracle import distributions, response_logprobs
 
 SAMPLES, BEST, TOKENS = 4, 9, 6
+JUDGED = {
+    "reward.function": "judge",
+    "reward.judge.prompt": "1+{prompt}{response}",
+    "reward.judge.verdict": r"(\d)",
+    "reward.judge.best": BEST,
+    "reward.judge.samples": SAMPLES,
+}
 
 
 def updates(run):
@@ -44,14 +51,10 @@ def test_a_run_asks_a_user_and_a_judge_who_are_killed_meanwhile(local_run, world
         "served.user.max_new_tokens": 16,
         "served.judge.path": world / "model",
         "served.judge.max_new_tokens": 350,
-        "reward.function": "judge",
-        "reward.judge.prompt": "1+{prompt}{response}",
-        "reward.judge.verdict": r"(\d)",
-        "reward.judge.best": BEST,
-        "reward.judge.samples": SAMPLES,
         "machine.slots": 4,
         "updates": 4,
     }
+    changes |= JUDGED
     started = local_run("served", *small(world, **changes), "--restarts=2")
     run = RunFolder(started.folder)
 
@@ -65,16 +68,42 @@ def test_a_run_asks_a_user_and_a_judge_who_are_killed_meanwhile(local_run, world
     assert len(lines) == 4 and lines[-1]["workflow_failures"] == lines[-1]["reward_failures"] == 0
     assert all(line["turns_mean"] > 1.5 for line in lines)
 
+    trajectories = judged(run)
+    asked = [len(trajectory.prompt) for trajectory in trajectories]
+    assert all(trajectory.loss_mask.sum() == len(trajectory.response) == TOKENS for trajectory in trajectories)
+    assert max(asked) > min(asked) + TOKENS  # first answers, and second ones after what was said
+
+
+def judged(run):
+    """Returns the trajectories of a run, whose rewards are what verdicts can give."""
     scores = {Fraction(total, BEST * count) for count in range(2, SAMPLES + 1) for total in range(BEST * count + 1)}
-    given, asked = set(), []
-    for path in dumped(run.trajectories).values():
-        for trajectory in read_dump(path).trajectories:
-            score = (trajectory.reward + 5) / 10
-            assert min(abs(score - possible) for possible in scores) < 1e-6
-            given.add(round(score, 6))
-            asked.append(len(trajectory.prompt))
-            assert trajectory.loss_mask.sum() == len(trajectory.response) == TOKENS
-    assert len(given) > 10 and max(asked) > min(asked) + TOKENS  # first answers, and second ones after what was said
+    trajectories = [each for path in dumped(run.trajectories).values() for each in read_dump(path).trajectories]
+    given = {round((trajectory.reward + 5) / 10, 6) for trajectory in trajectories}
+    assert all(min(abs(score - possible) for possible in scores) < 1e-6 for score in given) and len(given) > 10
+    return trajectories
+
+
+@pytest.mark.soak
+def test_the_policys_engines_are_the_judge_of_its_answers(local_run, world, tmp_path):
+    """The judge is the base with an adapter of its own, beside the one that is trained."""
+    changes = {
+        "data.eval": "",
+        "lora.rank": 8,
+        "optimizer.lr": 0.01,
+        "rollout.max_staleness": 0,
+        "rollout.dump": True,
+        "served.judge.path": world / "model",
+        "served.judge.engines": 0,
+        "served.judge.adapter": write_adapter(tmp_path / "adapter", world / "model", 4, 8),
+        "updates": 4,
+    }
+    started = local_run("judged", *small(world, **changes, **JUDGED))
+    assert started.wait() == 0, started.output
+    run = RunFolder(started.folder)
+    lines = updates(run)
+    assert len(lines) == 4 and lines[-1]["reward_failures"] == 0 and len(judged(run)) == 4 * 32
+    assert not list(run.folder.glob("logs/judge*")), "it has no process of its own"
+    assert max(line["logprob_diff_max"] for line in lines) < 1e-4, "the judge's adapter answers for the policy"
 
 
 @pytest.mark.soak
