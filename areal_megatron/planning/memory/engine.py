@@ -53,7 +53,7 @@ def engine_memory(
         together = [adapter] * (config.lora.adapters + beside)
         slots = adapters.slots(together, architecture(hf_config), config.is_driven)
         size = slots.count * _elements(_fullest(hf_config, sizes, slots.each)) + _elements(received)
-        note = f"as received, and in {slots.count} slots of rank {slots.each.rank}"
+        note = f"as received, and in {slots.count} slot{'s' * (slots.count > 1)} of rank {slots.each.rank}"
         parts.append(MemoryPart("adapters", element * size, note))
     if on_cuda:
         tokens = batched_tokens(config)
