@@ -141,7 +141,8 @@ class Tau2:
         self._limit = {"max_tokens": answer_tokens} if answer_tokens else {}
 
     def run(self, episode: ServedEpisode) -> float:
-        """Returns the reward as published; 0 also if the agent has used up its turns or tokens."""
+        """Returns the reward as published; 0 also if the agent has used up its turns or tokens, or says nothing, for
+        which the package ends its simulation with an error."""
         domain, task = self._read(episode.row)
         environment = self._registry.get_env_constructor(domain)()
         access = {"api_base": episode.url, "api_key": episode.key, "num_retries": 0, "timeout": ANSWER_TIMEOUT_S}
@@ -153,7 +154,7 @@ class Tau2:
         try:
             simulation = self._orchestrator(**parts, max_steps=self._steps).run()
         except Exception as e:
-            if is_over(e):
+            if is_over(e) or agent.is_silent:
                 return 0.0
             raise
         kind = self._evaluator.EvaluationType.ALL
@@ -181,9 +182,13 @@ def spoken_only(kind: type) -> type:
     keeps it: the run's endpoint continues from it, and the model's chat template decides what of it stays."""
 
     class Spoken(kind):
+        is_silent = False
+        """Whether its last message has neither words nor calls."""
+
         def generate_next_message(self, message: Any, state: Any) -> tuple[Any, Any]:
             said, state = super().generate_next_message(message, state)
             content = (said.content or "").rpartition(_THINKING_ENDS)[2].strip() or None
+            self.is_silent = not (content or said.tool_calls)
             return said.model_copy(update={"content": content}), state
 
     return Spoken

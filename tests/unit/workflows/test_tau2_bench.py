@@ -121,6 +121,14 @@ def test_an_agent_without_turns_left_has_failed_its_task(place):
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("said", ["", written("")])
+def test_an_agent_that_says_nothing_has_failed_its_task(place, said):
+    """It is trained to say more: the episode itself has not failed."""
+    (found,) = place(lambda *_: said, turns=3).run(lambda made: made.sample(domain="mock", task="create_task_1"))
+    assert not found.score.failed and found.score.score == 0.0 and found.answers == 1
+
+
+@pytest.mark.soak
 def test_published_tasks_are_played_and_scored_on_their_own_databases(tmp_path, place, tau2_packages):
     """A database without an order of the task: its right actions fail there, and so the right answer is another."""
     rows = [json.loads(line) for line in published_rows(tau2_packages, tmp_path).read_text().splitlines()]
