@@ -1,7 +1,7 @@
 """Names of the environment variables that tell an engine's processes what their command line does not."""
 
 CPUS = "AREAL_CPUS"
-"""Cores of this process, with commas between: from the launcher (launch/supervision/orders.py) to engine/server.py."""
+"""Cores that an engine computes on, with commas between: from the launcher (launch/supervision/orders.py)."""
 PART = "AREAL_PART"
 """Which part of an engine on several nodes this process is, e.g. 1/2; likewise."""
 RENDEZVOUS = "AREAL_RENDEZVOUS"

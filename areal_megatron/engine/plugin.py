@@ -12,6 +12,7 @@ from functools import cache
 from types import ModuleType
 from typing import Any
 
+from areal_megatron.engine.environment import CPUS
 from areal_megatron.process.patching import patch
 
 
@@ -39,6 +40,7 @@ def register() -> None:
         _apply_adapters_by_run()
         _expand_settings_of_requests()
         _fork_processes()
+        _compute_on_own_cores()
 
 
 def _keep_adapters() -> None:
@@ -270,3 +272,18 @@ def _fork_processes() -> None:
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
 
     check = patch(platform, "check_and_update_config", classmethod(check_and_fork))
+
+
+def _compute_on_own_cores() -> None:
+    """Keeps EngineCore on the cores that the launcher gave its engine.
+
+    The server that it is forked from runs on any core: where trainers wait, it answers on theirs.
+    """
+    from vllm.v1.engine.core import EngineCoreProc
+
+    def on_own_cores(*args: Any, **options: Any) -> None:
+        if cores := os.environ.get(CPUS):
+            os.sched_setaffinity(0, map(int, cores.split(",")))
+        run(*args, **options)
+
+    run = patch(EngineCoreProc, "run_engine_core", staticmethod(on_own_cores))

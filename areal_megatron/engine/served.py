@@ -121,7 +121,7 @@ def main() -> None:
     require("rollout", config)
     check_shared_memory()
     config, host = served(config, name), address(config.machine.host)
-    cpus = own_cores(config)
+    cpus = own_cores()
     port, _reservation = reserve_port(host)
     run.announce(served_name(name, index), url(host, port))
     words = command(config, name, host, port, adapters.read(os.environ.get(ADAPTERS, "")))

@@ -226,7 +226,7 @@ def server_environment(config: Config, run: RunFolder, cpus: list[int], parts: i
     tp = config.rollout.tp
     if tp == 1:
         # The worker inside EngineCore: no third process to import and feed. vLLM allows it on CPU only with this
-        # variable, because its own thread binding needs a child process; here the affinity is set before exec.
+        # variable, because its own thread binding needs a child process; here EngineCore binds itself (plugin.py).
         environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         environment["OMP_NUM_THREADS"] = str(len(cpus))
     else:
@@ -268,13 +268,10 @@ def reserve_ports(host: str, first: int, count: int) -> tuple[int, list[socket.s
     raise AssertionError("a try returns or raises")
 
 
-def own_cores(config: Config) -> list[int]:
-    """Returns the cores that the launcher gave this process, and on CPU keeps it to them."""
+def own_cores() -> list[int]:
+    """Returns the cores that the launcher gave this engine to compute on (plugin.py keeps it there on CPU)."""
     allowed = os.environ.get(CPUS) or ",".join(map(str, sorted(os.sched_getaffinity(0))))
-    cpus = [int(cpu) for cpu in allowed.split(",")]
-    if config.machine.is_cpu:
-        os.sched_setaffinity(0, cpus)
-    return cpus
+    return [int(cpu) for cpu in allowed.split(",")]
 
 
 def check_shared_memory(folder: Path = SHARED_MEMORY, least: int = LEAST_SHARED) -> None:
@@ -303,7 +300,7 @@ def main() -> None:
     require("rollout", config)
     check_shared_memory()
     site = Site.of(os.environ)
-    cpus, host = own_cores(config), address(site.listens if site else config.machine.host)
+    cpus, host = own_cores(), address(site.listens if site else config.machine.host)
     number, parts = map(int, os.environ.get(PART, "0/1").split("/"))
     named = adapters.read(os.environ.get(ADAPTERS, ""))
     if number:

@@ -202,7 +202,7 @@ def carry_out(order: StartOrder, children: Children) -> Child:
     here, cores = sorted(os.sched_getaffinity(0)), set()
     if order.cores:
         pinned = [here[core % len(here)] for core in order.cores]  # machine.slots may exceed the cores
-        cores = set(pinned)
+        cores = set() if is_server(order.name) else set(pinned)  # what computes in a server stays there (plugin.py)
         environment[CPUS] = ",".join(map(str, pinned))
     elif order.settings.get(VISIBLE):
         names = gpus.read(order.settings[VISIBLE])

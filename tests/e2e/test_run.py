@@ -156,11 +156,13 @@ def test_both_pools_run_on_the_same_slot(local_run, world):
     changes |= {"rollout.max_staleness": 1, "held_out": 300}
     started = local_run("one-slot", *small(world, **changes))
     run = RunFolder(started.folder)
+    started.wait_for(lambda: read_status(run).phase == "training")
+    (core,) = psutil.Process(started.pid("engine-0")).children()
+    cores = [process.cpu_affinity() for process in (psutil.Process(started.pid("trainer-0")), core)]
     started.wait_for(lambda: read_status(run).phase == "final evaluation")
-    cores = {name: psutil.Process(started.pid(name)).cpu_affinity() for name in ("trainer-0", "engine-0")}
     held = asyncio.run(engine_checksums(run))
     assert started.wait() == 0, started.output
-    assert cores["trainer-0"] == cores["engine-0"] and len(cores["engine-0"]) == 1
+    assert cores[0] == cores[1] and len(cores[0]) == 1
     assert held == expected_checksums(load_file(run.hf / "model.safetensors"), read_config(run.hf), tp=1)
     lines = ledger(run)
     assert sorted(line["version"] for line in lines) == [*range(6)]

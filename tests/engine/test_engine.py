@@ -44,11 +44,16 @@ def long_world(world, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def run(long_world, tmp_path_factory):
+def started(long_world, tmp_path_factory):
     settings = {"max_new_tokens": 2000, "max_running": 64}
     run, _ = make_run(tmp_path_factory.mktemp("runs") / "engine", long_world, rollout=settings)
-    with started_engine(run):
-        yield run
+    with started_engine(run) as server:
+        yield run, server.pid
+
+
+@pytest.fixture(scope="module")
+def run(started):
+    return started[0]
 
 
 def generate(client, prompt=PROMPT, **changes):
@@ -66,6 +71,12 @@ def generate(client, prompt=PROMPT, **changes):
 @pytest.fixture(scope="module")
 def reference(world):
     return AutoModelForCausalLM.from_pretrained(world / "model", dtype=torch.float32).eval()
+
+
+def test_what_computes_keeps_to_its_cores_and_the_server_runs_on_any(started):
+    server = psutil.Process(started[1])
+    (core,) = server.children()
+    assert core.cpu_affinity() == [0] and server.cpu_affinity() == psutil.Process().cpu_affinity()
 
 
 @pytest.mark.parametrize("seed", [None, 2**62])
