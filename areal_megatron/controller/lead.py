@@ -34,7 +34,7 @@ class Lead:
         """What was ready each time that trainers became free, since the lead was changed."""
 
     def began(self, under_way: float) -> None:
-        """Tells of the first batch, with what is under way beside it, and with it, in batches; later calls change
+        """Takes what is under way, in batches, when the first batch is complete, which counts. Later calls change
         nothing."""
         if not self._began:
             self._began = True

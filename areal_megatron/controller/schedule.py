@@ -261,7 +261,6 @@ class Schedule:
         for group in self._take_training():
             self._dispose(group.epoch, group.prompt_id, TRAINED)
         self.version += 1
-        self._lead.ready(len(self.finished) / self.groups_per_batch)
 
     def rejected(self, reason: str) -> None:
         """Records that every optimizer step of the batch was skipped: its groups leave N_r and the version stays.
@@ -271,7 +270,6 @@ class Schedule:
         for group in self._take_training():
             self.skip_prompt(group.epoch, group.prompt_id, reason)
         self.updates -= 1
-        self._lead.ready(len(self.finished) / self.groups_per_batch)
 
     def close(self, reason: str) -> None:
         """Skips whatever is still in flight: it will not be trained."""
@@ -351,6 +349,7 @@ class Schedule:
         if not self.training:
             raise ScheduleError(f"no batch of version {self.version} is in training")
         batch, self.training = self.training, []
+        self._lead.ready(len(self.finished) / self.groups_per_batch)
         return batch
 
     def _check_undisposed(self, epoch: int, prompt_id: int) -> None:
