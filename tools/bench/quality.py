@@ -279,7 +279,8 @@ def report(curves: dict[str, dict[str, list[Curve]]], target: float) -> dict[str
     all_figures = {system: {lr: figures(own, until) for lr, own in runs.items()} for system, runs in curves.items()}
     chosen = {system: best(runs, target) for system, runs in curves.items()}
     ours, theirs = (all_figures[system][chosen[system]] for system in (OURS, TRL))
-    ratios = {name: ours[name]["median"] / theirs[name]["median"] for name in ours if theirs[name]["median"]}
+    medians = {name: (ours[name]["median"], theirs[name]["median"]) for name in ours}
+    ratios = {name: own / other for name, (own, other) in medians.items() if other and not math.isinf(other)}
     return {"rates": chosen, "figures": all_figures, "area until": until, "ours over TRL's": ratios}
 
 
