@@ -7,6 +7,7 @@ a config in a fraction of a second.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Iterator
 from dataclasses import Field, asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
@@ -864,8 +865,9 @@ def decide_defaults(config: Config, given: Container[str]) -> None:
     if config.ppo.algorithm in PUBLISHED:
         defaults |= PUBLISHED[config.ppo.algorithm].defaults
     defaults["optimizer.warmup_steps"] = min(OptimizerConfig().warmup_steps, max(config.optimizer_steps, 0) // 10)
-    if any(own.reward.of_judge for own in config.by_environment()):
-        defaults["reward.timeout_s"] = 1.25 * config.served.judge.timeout_s
+    judge_s = config.served.judge.timeout_s
+    if any(own.reward.of_judge for own in config.by_environment()) and 0 < judge_s < math.inf:  # others are refused
+        defaults["reward.timeout_s"] = 1.25 * judge_s
     for place, value in defaults.items():
         if place not in given:
             section, name = place.split(".")

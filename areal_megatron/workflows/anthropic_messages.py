@@ -140,8 +140,9 @@ def _answer(before: list[Message], blocks: list[dict[str, Any]], earlier: CallTr
     if len(thoughts) < len(thinking):
         raise BadCall("a block of thinking holds no text")
     used = [block for block in blocks if block.get("type") == "tool_use"]
-    if not all(isinstance(block.get("name"), str) and isinstance(block.get("input"), dict) for block in used):
-        raise BadCall("a tool_use needs `name` and `input`")
     said = [block for block in blocks if block.get("type") not in ("thinking", "redacted_thinking", "tool_use")]
-    calls = [tool_call(block["name"], block["input"]) for block in used]
+    try:
+        calls = [tool_call(block["name"], block["input"]) for block in used]
+    except (KeyError, ValueError):
+        raise BadCall("a tool_use needs `name` and `input`") from None
     return earlier.as_written(before, "".join(thoughts), text_of(said, _TEXT), calls)

@@ -96,7 +96,8 @@ def _check_program(rollout: RolloutConfig) -> None:
     """Raises ConfigError unless the program starts, and ends well when its stdin ends."""
     key = "rollout.workflow_program"
     try:
-        command = shlex.split(rollout.workflow_program)
+        if not (command := shlex.split(rollout.workflow_program)):
+            raise ValueError("it is blank")
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_PROGRAM_START_S, errors="replace"
         )

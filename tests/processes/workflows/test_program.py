@@ -132,6 +132,7 @@ def test_an_episode_that_nobody_waits_for_is_cancelled(tmp_path, monkeypatch):
     ("command", "problem"),
     [
         (["no such program"], "cannot be started: "),
+        ([], "cannot be started: it is blank"),
         (
             [sys.executable, "-c", "exit('error: it has no data')"],
             "ends with code 1 before it has read anything: error: it",
@@ -139,7 +140,7 @@ def test_an_episode_that_nobody_waits_for_is_cancelled(tmp_path, monkeypatch):
     ],
 )
 def test_a_program_that_cannot_run_is_told_at_the_launch(command, problem):
-    rollout = RolloutConfig(workflow="program", workflow_program=shlex.join(command))
+    rollout = RolloutConfig(workflow="program", workflow_program=shlex.join(command) or " ")
 
     config = Config(name="x", updates=1, rollout=rollout)
     with pytest.raises(ConfigError, match=f"^rollout.workflow_program: {problem}"):

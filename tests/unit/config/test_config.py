@@ -215,6 +215,11 @@ def test_every_default_is_allowed_and_every_key_is_explained_or_plain():
         ),
         (
             MINIMAL,
+            ["reward.function=judge", "served.judge.path=DIR", "served.judge.timeout_s=0"],
+            ["served.judge.timeout_s: must be a number, above 0"],
+        ),
+        (
+            MINIMAL,
             ["reward.function=model", "served.reward.path=DIR", "machine.shared=true"],
             ["machine.shared", "engines of served.reward have slots of their own"],
         ),

@@ -329,6 +329,10 @@ REFUSED = {
             "a tool of the kind 'web_search' is not served here",
         ),
         ({"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}]}, "a tool_use needs"),
+        (
+            {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "name": "", "input": {}}]}]},
+            "a tool_use needs",
+        ),
         ({"messages": [{"role": "assistant", "content": [{"type": "thinking"}]}]}, "a block of thinking holds no text"),
         ({"messages": [{"role": "user", "content": "x"}], "tools": [{"name": 5}]}, "tools must be functions"),
         (
