@@ -35,6 +35,11 @@ _LINE_BYTES = 1 << 20
 class ProgramError(RuntimeError):
     """The program ended, or says that the episode failed."""
 
+    def __init__(self, message: str, is_mistake: bool = False):
+        """`is_mistake`: it has written what is no answer, or ended as if there were no more episodes."""
+        super().__init__(message)
+        self.is_mistake = is_mistake
+
 
 class Program:
     """A process that runs episodes, many at a time. It is started by the first one, and again after it has ended.
@@ -98,7 +103,8 @@ class Program:
                 process.kill()
         self._process = None  # first: the next episode starts another
         process.stdin.close()
-        error = ProgramError(f"rollout.workflow_program ended with code {await process.wait()}{problem}")
+        code = await process.wait()
+        error = ProgramError(f"rollout.workflow_program ended with code {code}{problem}", problem != "" or code == 0)
         for ended in self._running.values():
             if not ended.done():
                 ended.set_exception(error)

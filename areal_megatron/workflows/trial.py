@@ -30,7 +30,7 @@ def try_workflows(config: Config, prompts: Sequence[Prompt], say: Callable[[str]
 
     `say` is told, in a line, of what need not be a mistake, and of an episode that does not end within PATIENCE_S.
     Raises ConfigError if a workflow raises what mistakes raise (TypeError, AttributeError, NameError, ImportError) or
-    returns something else than it may.
+    returns something else than it may, and if a program writes something else or ends by itself without an error.
     """
     for number, own in enumerate(config.by_environment()):
         first = next((prompt for prompt in prompts if prompt.environment == number), None)

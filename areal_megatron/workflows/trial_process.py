@@ -31,6 +31,7 @@ from areal_megatron.run.credentials import Credentials, new_credentials
 from areal_megatron.run.network import address
 from areal_megatron.workflows.endpoint import AgentEndpoint
 from areal_megatron.workflows.episode import Episode, EpisodeOver, EpisodeSpec, RunResources
+from areal_megatron.workflows.program import ProgramError
 from areal_megatron.workflows.runner import without_exit
 from areal_megatron.workflows.sampling import Sampling
 from areal_megatron.workflows.scoring import Scorer, scores_of
@@ -95,6 +96,7 @@ async def tried(asked: TrialAsked, folder: Path) -> TrialFound:
             except Exception as e:  # the workflow is the user's
                 cause = first_cause(e)
                 is_mistake = isinstance(cause, (*MISTAKES, WrongResult)) or isinstance(episode.failure, ConfigError)
+                is_mistake = is_mistake or (isinstance(cause, ProgramError) and cause.is_mistake)
                 bug = place_of(cause, workflow.run) if is_mistake else ""
                 return TrialFound(printable(told(cause), 500), bug)
             if not episode.answers:

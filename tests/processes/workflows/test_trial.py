@@ -3,6 +3,7 @@
 import asyncio
 import datetime
 import os
+import shlex
 import sys
 from dataclasses import replace
 
@@ -130,3 +131,13 @@ def test_what_is_a_mistake(world, tmp_path, name):
     assert (MISTAKES | DOUBTS).get(name, "") in found.problem and bool(found.problem) == (name in {*MISTAKES, *DOUBTS})
     places = [f"flows.py:{first + more}" for more in range(3)] if name != "grouped" else ["flows.py:"]
     assert any(place in found.bug for place in places) if name in MISTAKES else not found.bug
+
+
+@pytest.mark.parametrize(("says", "is_mistake"), [("hello", True), ("", True), ("exit 3", False)])
+def test_a_program_that_answers_nothing_is_a_mistake(world, tmp_path, says, is_mistake):
+    command = "exit 3" if says == "exit 3" else f"echo {says}"
+    world.config.rollout.workflow_program = shlex.join(["sh", "-c", f"read line && {command}"])
+    rollout = replace(world.config.rollout, workflow="program", turns=2)
+    asked = TrialAsked(replace(world.config, rollout=rollout), world.prompt(), 10)
+    found = asyncio.run(trial_process.tried(asked, tmp_path))
+    assert "rollout.workflow_program ended with code" in found.problem and bool(found.bug) == is_mistake
