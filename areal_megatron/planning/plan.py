@@ -99,9 +99,12 @@ def plan(
     GiB; 0 if unknown. `weights`: whether the model's weights must exist too. Raises ConfigError for whatever cannot
     work.
     """
-    for own in config.by_environment() if config.mode == "rl" else ():
-        function.check_name(own.reward.function)
-        workflow.check_name(own.rollout.workflow)
+    if config.mode == "rl":
+        function.check_name(config.reward.function)
+        workflow.check_name(config.rollout.workflow)
+        for number, own in enumerate(config.environments):
+            function.check_name(own.reward or config.reward.function, f"environments.{number}.reward")
+            workflow.check_name(own.workflow or config.rollout.workflow, f"environments.{number}.workflow")
     placement = allocate(config, nodes, rollout_nodes)
     _check_parts(config, placement)
     _check_link(config)

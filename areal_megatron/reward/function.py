@@ -69,14 +69,14 @@ def _import(name: str) -> Callable:
     return import_function(BUILT_IN.get(name, name), "reward.function")
 
 
-def check_name(name: str) -> None:
-    """Raises ConfigError for what is no reward and no import path; imports nothing."""
-    check_path(name, "reward.function")
+def check_name(name: str, key: str = "reward.function") -> None:
+    """Raises ConfigError for what is no reward and no import path; imports nothing. `key`: where it is named."""
+    check_path(name, key)
     if name not in (*BUILT_IN, *OF_SERVED) and not all(name.partition(":")):
         near = difflib.get_close_matches(name, (*BUILT_IN, *OF_SERVED), 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         expected = f"{', '.join((*BUILT_IN, *OF_SERVED))}, an http:// or https:// address, or package.module:function"
-        raise ConfigError(f"reward.function: {name!r} is no reward, expected {expected}{hint}")
+        raise ConfigError(f"{key}: {name!r} is no reward, expected {expected}{hint}")
 
 
 def _check_signature(name: str, function: Callable) -> None:

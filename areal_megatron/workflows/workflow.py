@@ -53,14 +53,15 @@ def load_workflow(rollout: RolloutConfig) -> Workflow | None:
     return Workflow(function, rollout.turns)
 
 
-def check_name(name: str) -> None:
-    """Raises ConfigError for what is neither a workflow of this package nor an import path; imports nothing."""
-    check_path(name, KEY)
+def check_name(name: str, key: str = KEY) -> None:
+    """Raises ConfigError for what is neither a workflow of this package nor an import path; imports nothing. `key`:
+    where it is named."""
+    check_path(name, key)
     if name not in WORKFLOWS and not all(name.partition(":")):
         near = difflib.get_close_matches(name, WORKFLOWS, 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ConfigError(
-            f"{KEY}: {name!r} is no workflow, expected {', '.join(WORKFLOWS)}, or package.module:function{hint}"
+            f"{key}: {name!r} is no workflow, expected {', '.join(WORKFLOWS)}, or package.module:function{hint}"
         )
 
 

@@ -9,12 +9,14 @@ from areal_megatron.config import (
     Config,
     ConfigError,
     DataConfig,
+    EnvironmentConfig,
     MachineConfig,
     ModelConfig,
     RolloutConfig,
     ServedModelConfig,
     TrainerConfig,
 )
+from areal_megatron.planning.plan import plan
 from areal_megatron.planning.pools import Node, Slot, allocate, whole
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 
@@ -344,3 +346,10 @@ def test_a_table_of_many_nodes_shows_both_pools_of_shared_slots():
     assert lines[0] == "2 nodes: 16 trainer ranks, 16 engines of 1; controller on n00"
     assert lines[1].split() == ["node", "trainer", "ranks", "engines"]
     assert lines[2].split() == ["n00", "0–7", "0–7"] and lines[3].split() == ["n01", "8–15", "8–15"]
+
+
+@pytest.mark.parametrize("key", ["reward", "workflow"])
+def test_what_an_environment_names_wrongly_is_told_by_its_own_key(key):
+    named = EnvironmentConfig(name="a", train="t", **{key: "nothing"})
+    with pytest.raises(ConfigError, match=rf"^environments\.0\.{key}: 'nothing' is no "):
+        plan(replace(config(), environments=[named]), slots(2))
