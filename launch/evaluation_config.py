@@ -37,6 +37,7 @@ from areal_megatron.launch.comparison import Model, names_of
 from areal_megatron.models.architecture import architecture, read_config
 from areal_megatron.models.dtypes import ITEMSIZE
 from areal_megatron.models.weight_files import ADAPTER
+from areal_megatron.process.errors import printable
 from areal_megatron.run.folder import RunFolder
 from areal_megatron.workflows.workflow import is_tried
 
@@ -62,10 +63,9 @@ def find_models(options: argparse.Namespace) -> list[Model]:
         except CheckpointError as e:
             raise ConfigError(str(e)) from None
         options.model = hub.model_folder(options.base or named, "--base")
-        if not Path(options.model).is_dir():
-            raise ConfigError(
-                f"--base: {folder} is an adapter of {named or 'no model'}, which is not here: name its folder"
-            )
+        if not os.path.isdir(options.model):
+            base = printable(options.base or named) or "no model"
+            raise ConfigError(f"--base: {folder} is an adapter of {base}, which is not here: name its folder")
         return [Model(adapter=_named(folder, options.model, 1))]
     if options.base:
         raise ConfigError(f"--base: {folder} is no adapter, which has {ADAPTER} and no config.json; leave it out")

@@ -35,6 +35,7 @@ from areal_megatron.models.architecture import architecture, read_config
 from areal_megatron.models.dtypes import ITEMSIZE
 from areal_megatron.models.pattern import name_at, numbers
 from areal_megatron.models.weight_files import ADAPTER
+from areal_megatron.process.errors import printable
 from areal_megatron.process.files import whole_folder
 from areal_megatron.reshard.boxes import Box, whole
 
@@ -315,12 +316,14 @@ def _open_adapter(folder: Path, base: Path | None) -> tuple[BoxReader, Adapter, 
     """Opens the factors in a checkpoint or in a PEFT folder; returns also their adapter, and the folder of the model
     that they are for."""
     adapter, named = peft.read_description(folder)
-    base = base or Path(named)
-    if not named or not base.is_dir():
+    if base is None and not os.path.isdir(named):
         raise CheckpointError(
-            f"{folder / ADAPTER} names {named or 'no model'} as its base, which is no folder here: give the folder as "
-            "--base"
+            f"{folder / ADAPTER} names {printable(named) or 'no model'} as its base, which is no folder here: give the "
+            "folder as --base"
         )
+    base = base or Path(named)
+    if not os.path.isdir(base):  # also where this user may not look
+        raise CheckpointError(f"--base: {printable(str(base))} is no folder")
     config = read_config(base)
     peft.check_targets(folder, adapter, model := architecture(config))
     if (folder / TRAINER).is_dir():

@@ -96,6 +96,8 @@ def read_description(folder: Path) -> tuple[Adapter, str]:
     file = folder / ADAPTER
     try:
         found = read_object(file)
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder} is no adapter: there is no {file}") from None
     except OSError as e:
         raise CheckpointError(f"cannot read {file}: {e.strerror}") from None
     except ValueError as e:
@@ -115,16 +117,18 @@ def read_description(folder: Path) -> tuple[Adapter, str]:
     rank, alpha, targets = found.get("r"), found.get("lora_alpha"), found.get("target_modules")
     if type(rank) is not int or not 0 < rank <= 4096:
         raise CheckpointError(f"{file} needs a positive integer r, has {printable(repr(rank), 60)}")
-    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or alpha <= 0:
-        raise CheckpointError(f"{file} needs a positive number lora_alpha, has {printable(repr(alpha), 60)}")
+    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not 0 < alpha < 1e9:
+        raise CheckpointError(f"{file} needs a positive number lora_alpha, below 1e9, has {printable(repr(alpha), 60)}")
     if targets == ALL_LINEAR:
         targets = [ALL_LINEAR]
     if not isinstance(targets, list) or not targets or not all(isinstance(each, str) for each in targets):
         raise CheckpointError(f"{file} needs a list of names as target_modules; a pattern is not known")
+    if (rslora := found.get("use_rslora")) not in (None, False, True):
+        raise CheckpointError(f"{file} has use_rslora={printable(repr(rslora), 60)}; write true or false")
     base = found.get("base_model_name_or_path")
     names = tuple(dict.fromkeys(each.rpartition(".")[2] for each in targets))
-    adapter = Adapter(rank, float(alpha), names, bool(found.get("use_rslora")), _has_experts(folder, targets))
-    return adapter, base if isinstance(base, str) else ""
+    adapter = Adapter(rank, float(alpha), names, bool(rslora), _has_experts(folder, targets))
+    return adapter, base if isinstance(base, str) and "\0" not in base else ""
 
 
 def _has_experts(folder: Path, targets: list[str]) -> bool:
@@ -202,6 +206,10 @@ class PeftFolder:
     def __init__(self, folder: Path, model: Architecture, adapter: Adapter):
         expected = expand(adapted(model, adapter).canonical)
         path, self._files = folder / WEIGHTS, OpenFiles()
+        if (folder / "trainer").is_dir():
+            raise CheckpointError(
+                f"{folder} is a checkpoint: `areal convert to-peft {folder} ADAPTER` makes PEFT's folder"
+            )
         names, self._extents = safetensors_extents(path, {PREFIX + name for name in expected})
         for name, shape in expected.items():
             if PREFIX + name not in self._extents:

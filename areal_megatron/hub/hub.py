@@ -114,7 +114,7 @@ def model_folder(
     the description and the tokenizer of a model of the hub before its weights are fetched. Raises ConfigError that
     begins with `key`.
     """
-    if Path(text).exists():
+    if os.path.exists(text):  # not where this user may not look
         return text
     if cached := _SNAPSHOT.search(text):  # of a run whose cache has been cleaned since
         repo = HubRepo("model", f"{cached['owner']}/{cached['name']}", cached["revision"])

@@ -14,6 +14,7 @@ from typing import Any
 from areal_megatron.config import Config, ConfigError, LoraConfig
 from areal_megatron.models.architecture import Architecture, architecture
 from areal_megatron.models.table import Cut, Row
+from areal_megatron.process.errors import printable
 
 ALL_LINEAR = "all-linear"
 FACTORS = ("lora_A", "lora_B")
@@ -84,7 +85,7 @@ class Adapter:
                 near = difflib.get_close_matches(target, found, 1) if target not in inner else []
                 hint = f", did you mean {near[0]}?" if near else f"; {model.name} has {', '.join(found)}"
                 problem = "is of experts; set lora.experts=true" if target in inner else "is no linear layer"
-                raise ConfigError(f"lora.targets: {target} {problem}{hint}")
+                raise ConfigError(f"lora.targets: {printable(target, 60)} {problem}{hint}")
         return [name for name in found if name in self.targets]
 
     def rows(self, model: Architecture) -> list[Row]:

@@ -31,6 +31,7 @@ from areal_megatron.checkpoint.disk import CheckpointError
 from areal_megatron.config import ConfigError
 from areal_megatron.hub import hub
 from areal_megatron.models.dtypes import ITEMSIZE
+from areal_megatron.process.errors import printable
 from areal_megatron.process.shown import guard
 from areal_megatron.process.terminal import Terminal
 from areal_megatron.run import versions
@@ -78,6 +79,9 @@ def main(arguments: list[str] | None = None) -> int:
     except (CheckpointError, ConfigError) as e:
         # errors about config.json name the key of a run's config
         print(f"error: {str(e).removeprefix('model.path: ')}", file=sys.stderr)
+        return 2
+    except OSError as e:
+        print(f"error: cannot read {printable(str(e.filename))}: {e.strerror}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as e:  # torch, which reading and writing distributed checkpoints needs
         print(f"error: {versions.lacking(e)}", file=sys.stderr)

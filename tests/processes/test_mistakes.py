@@ -204,7 +204,7 @@ KEYS = {
     "lora.rank=8 lora.targets=q_prj": "lora.targets: q_prj is no linear layer, did you mean q_proj?",
     "lora.rank=8 trainer.megatron.moe_router_bias_update_rate=0.1": "moves the routers of the model",
     "lora.start=DIR": "lora.start: has no meaning without lora.rank",
-    "lora.rank=8 lora.start=nowhere": "lora.start: cannot read nowhere/adapter_config.json: No such file",
+    "lora.rank=8 lora.start=nowhere": "lora.start: nowhere is no adapter: there is no nowhere/adapter_config.json",
     "lora.rank=8 lora.start=DIR lora.merge=true rollout.first_weights=model": "model.path is without the adapter of",
     "lora.rank=600": "lora.rank: must be a whole number, at least 0 and at most 512, is 600",
     "lora.alpha=16": "lora.alpha: has no meaning without lora.rank",

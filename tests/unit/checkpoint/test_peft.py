@@ -124,6 +124,11 @@ MISTAKES = {
     "beginning": ({"init_lora_weights": "pissa_niter_4"}, "with which PEFT changes the base's weights too"),
     "rank": ({"r": "8"}, "needs a positive integer r, has '8'"),
     "alpha": ({"lora_alpha": None}, "needs a positive number lora_alpha"),
+    "endless": ({"lora_alpha": 10**400}, "needs a positive number lora_alpha, below 1e9, has 1000"),
+    "words": ({"use_rslora": "false"}, "has use_rslora='false'; write true or false"),
+    "lines": ({"target_modules": ["q\nproj"]}, r"target_modules: q\\nproj is no linear layer"),
+    "long base": ({"base_model_name_or_path": "x" * 5000}, "names xxx.*… as its base, which is no folder here"),
+    "no base": ({"base_model_name_or_path": "a\0b"}, "names no model as its base"),
     "base": (
         {"base_model_name_or_path": "nowhere"},
         "names nowhere as its base, which is no folder here: give the fol",
@@ -149,7 +154,7 @@ STARTS = {
     "alpha": ({"alpha": 9.0}, "lora.alpha=5 .* the config asks for lora.rank=3 lora.alpha=9 "),
     "scale": ({"use_rslora": True}, "the config asks for .* lora.use_rslora=true"),
     "targets": ({"targets": "q_proj,v_proj"}, "the config asks for .* lora.targets=q_proj,v_proj"),
-    "none": ({"start": "nowhere"}, "cannot read nowhere/adapter_config.json: No such file"),
+    "none": ({"start": "nowhere"}, "nowhere is no adapter: there is no nowhere/adapter_config.json"),
 }
 
 
@@ -199,6 +204,23 @@ def test_an_adapter_to_start_from_is_one_of_the_model(tmp_path, bases):
         open_start(config, read_config(wide))
     (folder / ADAPTER).write_text((folder / ADAPTER).read_text().replace("Owner/Other-8B", str(wide)))
     assert note_of_base(str(folder), str(wide)) == ""
+
+
+def test_a_checkpoint_is_no_folder_of_pefts(tmp_path, bases):
+    folder = write_adapter(tmp_path / "adapter", bases["qwen3"])
+    from_peft(folder, tmp_path / "checkpoint")
+    lora = LoraConfig(RANK, ALPHA, start=str(tmp_path / "checkpoint"))
+    with pytest.raises(ConfigError, match=r"^lora.start: .*checkpoint is a checkpoint: `areal convert to-peft "):
+        open_start(Config(model=ModelConfig(path=str(bases["qwen3"])), lora=lora), read_config(bases["qwen3"]))
+
+
+@pytest.mark.parametrize("place", ["to-hf", "--base"])
+def test_a_path_that_cannot_be_looked_at(tmp_path, bases, place, capsys):
+    folder, long = write_adapter(tmp_path / "adapter", bases["qwen3"]), "x" * 300
+    given = [long] if place == "to-hf" else [str(folder), "--base", long]
+    capsys.readouterr()
+    assert main(["to-hf", given[0], str(tmp_path / "out"), *given[1:]]) == 2
+    assert capsys.readouterr().err.startswith("error: " + ("cannot read xx" if place == "to-hf" else "--base: xx"))
 
 
 def test_a_damaged_file(tmp_path, bases):
