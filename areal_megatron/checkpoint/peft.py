@@ -155,6 +155,22 @@ def open_start(config: Config, hf_config: Mapping[str, Any]) -> PeftFolder:
         raise ConfigError(f"lora.start: {e}") from None
 
 
+def check_resumed(config: Config, hf_config: Mapping[str, Any], checkpoint: Path) -> None:
+    """Raises ConfigError unless a checkpoint has the adapters that the config asks for, or none if it asks for none."""
+    own, model = Adapter.of(config.lora), architecture(hf_config)
+    try:
+        held = read_description(checkpoint)[0] if (checkpoint / ADAPTER).exists() else None
+        if held:
+            check_targets(checkpoint, held, model)
+    except CheckpointError as e:
+        raise ConfigError(f"resume: {e}") from None
+    if (held and _compared(held, model)) != (own and _compared(own, model)):
+        has, asked = (each.settings if each else "no adapters" for each in (held, own))
+        raise ConfigError(
+            f"resume: {checkpoint} has {has}, and the config asks for {asked}: resume it with its own settings of lora"
+        )
+
+
 def check_targets(folder: Path, adapter: Adapter, model: Architecture) -> None:
     """Raises CheckpointError for a target of the folder's adapter that the model does not have."""
     try:

@@ -233,6 +233,8 @@ def check(
         _check_tensors(config)
     held, run = run is not None, run or RunFolder(config.run_dir)
     checkpoint = _resumed(config, run, held)
+    if checkpoint:
+        peft.check_resumed(config, read_config(config.model.path), checkpoint.folder)
     if config.mode == "replay":
         _check_replay(config, run, checkpoint)
     elif checkpoint and config.has_data:

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from areal_megatron.checkpoint.convert import from_peft, to_hf, to_peft
 from areal_megatron.checkpoint.disk import CheckpointError
-from areal_megatron.checkpoint.peft import WEIGHTS, note_of_base, open_start
+from areal_megatron.checkpoint.peft import WEIGHTS, check_resumed, note_of_base, open_start
 from areal_megatron.config import Config, ConfigError, LoraConfig, ModelConfig
 from areal_megatron.models.architecture import read_config
 from areal_megatron.models.weight_files import ADAPTER, SINGLE
@@ -212,6 +212,15 @@ def test_a_checkpoint_is_no_folder_of_pefts(tmp_path, bases):
     lora = LoraConfig(RANK, ALPHA, start=str(tmp_path / "checkpoint"))
     with pytest.raises(ConfigError, match=r"^lora.start: .*checkpoint is a checkpoint: `areal convert to-peft "):
         open_start(Config(model=ModelConfig(path=str(bases["qwen3"])), lora=lora), read_config(bases["qwen3"]))
+
+
+def test_a_run_is_resumed_with_the_adapters_that_it_has(tmp_path, bases):
+    described, folder = read_config(bases["qwen3"]), write_adapter(tmp_path / "adapter", bases["qwen3"])
+    check_resumed(Config(lora=LoraConfig(RANK, ALPHA)), described, folder)
+    check_resumed(Config(), described, tmp_path)
+    for lora, place in ((LoraConfig(), folder), (LoraConfig(4, ALPHA), folder), (LoraConfig(RANK, ALPHA), tmp_path)):
+        with pytest.raises(ConfigError, match=f"^resume: {place} has .*: resume it with its own settings of lora$"):
+            check_resumed(Config(lora=lora), described, place)
 
 
 @pytest.mark.parametrize("place", ["to-hf", "--base"])
