@@ -8,11 +8,14 @@ from safetensors.torch import load_file, save_file
 
 from areal_megatron.checkpoint.convert import from_peft, to_hf, to_peft
 from areal_megatron.checkpoint.disk import CheckpointError
+from areal_megatron.checkpoint.hf import checkpoint_layout, load_adapter
 from areal_megatron.checkpoint.peft import WEIGHTS, check_resumed, note_of_base, open_start
 from areal_megatron.config import Config, ConfigError, LoraConfig, ModelConfig
+from areal_megatron.models.adapter import Adapter
 from areal_megatron.models.architecture import read_config
 from areal_megatron.models.weight_files import ADAPTER, SINGLE
 from areal_megatron.programs.convert import main
+from areal_megatron.reshard.boxes import expand
 from tests.support import adapter_oracle
 from tests.support.adapter_oracle import adapted_oracle, linear_layers
 from tests.support.tiny_models import load_oracle, save_model
@@ -212,6 +215,19 @@ def test_a_checkpoint_is_no_folder_of_pefts(tmp_path, bases):
     lora = LoraConfig(RANK, ALPHA, start=str(tmp_path / "checkpoint"))
     with pytest.raises(ConfigError, match=r"^lora.start: .*checkpoint is a checkpoint: `areal convert to-peft "):
         open_start(Config(model=ModelConfig(path=str(bases["qwen3"])), lora=lora), read_config(bases["qwen3"]))
+
+
+def test_an_adapter_to_start_from_is_finite(tmp_path, bases):
+    described, folder = read_config(bases["qwen3"]), write_adapter(tmp_path / "adapter", bases["qwen3"])
+    config = Config(lora=LoraConfig(RANK, ALPHA, start=str(folder)))
+    layout = checkpoint_layout(described, Adapter.of(config.lora))
+    factors = {name: torch.zeros(shape) for name, shape in expand(layout.held).items()}
+    load_adapter(factors, layout, config, described)
+    tensors = load_file(folder / WEIGHTS)
+    next(iter(tensors.values()))[0, 0] = torch.nan
+    save_file(tensors, folder / WEIGHTS)
+    with pytest.raises(ConfigError, match=r"^lora.start: .*adapter has values that are not finite"):
+        load_adapter(factors, layout, config, described)
 
 
 def test_a_run_is_resumed_with_the_adapters_that_it_has(tmp_path, bases):
