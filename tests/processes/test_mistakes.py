@@ -161,7 +161,7 @@ KEYS = {
     "reward.function=judge served.judge.path=model reward.judge.prompt=x": "must hold {response}",
     "reward.function=juge": "expected math, choice, code, model, judge, an http",
     "served.user.path=nowhere machine.slots=3": "served.user.path: there is no folder nowhere",
-    "served.user.path=model served.user.adapter=nowhere machine.slots=3": "served.user.adapter: cannot read nowhere",
+    "served.user.path=model served.user.adapter=nowhere machine.slots=3": "served.user.adapter: nowhere is no adapter",
     "ppo.penalty.kl=1 ppo.penalty.kl_model=served.teacher": "served.teacher.path: ppo.penalty.kl_model=serve",
     "ppo.penalty.kl=1 ppo.penalty.kl_model=served.teacher served.teacher.path=model rollout.temperature=2": "at temp",
     "mode=replay ppo.penalty.kl=1 ppo.penalty.kl_model=served.teacher": "mode=replay has no engines to ask: name",
