@@ -303,6 +303,7 @@ def large(run, monkeypatch):
 @pytest.mark.parametrize("name", ["__0_0.distcp", "__3_0.distcp", ".metadata"])
 @pytest.mark.parametrize("ranks", [1, 7])
 def test_a_large_shard_of_another_incarnation_is_found_before_it_is_loaded(run, large, name, ranks):
+    assert checkpoint_folder.newest(run) == (large, [])
     for rank in range(ranks):
         checkpoint_folder.check_share(large.folder, rank, ranks)
     path = large.folder / "trainer" / name
