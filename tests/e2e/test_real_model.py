@@ -106,6 +106,17 @@ def test_an_evaluation_sees_what_the_chat_model_cannot_do(model, world, tmp_path
     assert 0 <= result["avg@2"]["value"] < 0.3
 
 
+def test_a_run_goes_on_from_its_checkpoint(model, world, tmp_path):
+    """Whose files are larger than what launchers read."""
+    rows = [f"model.path={model}", f"data.train={world / 'train.jsonl'}", "data.eval="]
+    keys = [f"runs_dir={tmp_path}", "name=run", "batch_size=32", "resume=auto", *rows]
+    for updates in (1, 2):
+        python("-m", "areal_megatron.launch.local", "configs/smollm2_cpu.yaml", f"updates={updates}", *keys)
+    run = RunFolder(tmp_path / "run")
+    assert [line["version"] for line in read_metrics(run) if line["kind"] == "update"] == [1, 2]
+    assert [start.batches for start in run.starts()] == [0, 1]
+
+
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_accuracy_rises_by_forty_points(model, tmp_path, seed):
     out = tmp_path / "demo"
