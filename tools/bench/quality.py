@@ -1,7 +1,7 @@
 """Time to quality: how long this system and TRL's GRPOTrainer take until a policy is good.
 
     python tools/bench/quality.py [--task short] [--rates '3e-5 1e-4 3e-4'] [--seeds 3] [--eta 4] [--updates N]
-                                  [--json FILE] [--out runs/quality-N]
+                                  [--json FILE] [--out runs/quality-N] [key=value …]
 
 Both train the same warm-started model on the same prompts, with as many answers a batch, one optimizer step a batch,
 the same optimizer and constant rate, on the same two cores. The time begins with the first answer's generation. The
@@ -153,7 +153,7 @@ def run(command: Sequence[str | Path], log: Path, threads: int, path: str = str(
         sys.exit(f"{end}\nerror: {log.stem} ended with exit code {done.returncode}; see {log}")
 
 
-def run_ours(folder: Path, base: Path, task: Task, lr: str, seed: int, eta: int) -> Curve:
+def run_ours(folder: Path, base: Path, task: Task, lr: str, seed: int, eta: int, overrides: Sequence[str]) -> Curve:
     """Trains by asynchronous GRPO, an engine on one core and a trainer on the other."""
     command = [sys.executable, "-m", "areal_megatron.launch.local", "configs/tiny_cpu.yaml"]
     keys = {
@@ -177,7 +177,8 @@ def run_ours(folder: Path, base: Path, task: Task, lr: str, seed: int, eta: int)
         "optimizer.warmup_steps": 0,
         "reward.function": "tools.bench.quality_trl:right",
     }
-    run([*command, *(f"{key}={value}" for key, value in keys.items())], folder.with_suffix(".log"), threads=1)
+    words = [f"{key}={value}" for key, value in keys.items()]
+    run([*command, *words, *overrides], folder.with_suffix(".log"), threads=1)
     finished = RunFolder(folder)
     began = min(span.start for span in read_spans(finished) if span.name == "generate")
     updates = [line for line in read_metrics(finished) if line["kind"] == "update"]
@@ -305,6 +306,7 @@ def main() -> None:
     parser.add_argument("--eta", type=int, default=4, help="rollout.max_staleness, default: %(default)s")
     parser.add_argument("--updates", type=common.positive, help="batches of a run")
     parser.add_argument("--base", type=Path, help="folder for TRL and bases, kept for other runs; default: OUT")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of this system's runs")
     options = parser.parse_args()
     out, task = new_folder("quality", options.out), TASKS[options.task]
     if options.updates:
@@ -319,7 +321,7 @@ def main() -> None:
             for system, runs in curves.items():
                 folder = out.absolute() / f"{system.split()[0].lower()}-{lr}-{seed}"
                 if system == OURS:
-                    curve = run_ours(folder, base, task, lr, seed, options.eta)
+                    curve = run_ours(folder, base, task, lr, seed, options.eta, options.overrides)
                 else:
                     curve = run_trl(folder, base, task, lr, seed, kept / "trl")
                 runs.setdefault(lr, []).append(curve)
