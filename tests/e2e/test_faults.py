@@ -109,6 +109,22 @@ def test_an_engine_that_hangs_is_ended_and_started_again_alone(local_run, world)
 
 
 @pytest.mark.soak
+def test_a_run_whose_launcher_hangs_is_taken_over(local_run, world):
+    """It is stopped, as by Ctrl-Z or a machine that stands still; its processes train on until they notice."""
+    arguments = small(world, resume="auto", updates=40, **{"checkpoint.every": 2, "machine.lease_s": 5})
+    first = local_run("hangs", *arguments)
+    run = RunFolder(first.folder)
+    first.wait_for(lambda: updates(run) >= 4)
+    members, secret = first.members(), run.token
+    first.process.send_signal(signal.SIGSTOP)
+    second = local_run("hangs", *arguments, output="second.out")
+    assert second.wait(400) == 0, second.output
+    assert "taking over" in second.output and "resuming from" in second.output
+    assert first.wait(10) == -signal.SIGKILL and not left_over(members)
+    assert len(run.starts()) == 2 and audit(run) == [] and run.token != secret
+
+
+@pytest.mark.soak
 @pytest.mark.timeout(5400)
 def test_whatever_dies_ten_times_is_started_again(local_run, world):
     """Engines, trainer ranks and the controller at random moments; the launcher brings the run to its end by itself."""

@@ -18,6 +18,7 @@ from areal_megatron.engine.client import EngineClient
 from areal_megatron.models.architecture import read_config
 from areal_megatron.observe.metrics import read_metrics, read_status
 from areal_megatron.programs import trajectories
+from areal_megatron.programs.audit import audit
 from areal_megatron.run.folder import RunFolder
 from tests.support.living import left_over
 from tests.support.reshard_oracle import expected_checksums, held_checksums
@@ -217,31 +218,35 @@ def test_options_of_the_libraries_reach_their_processes(local_run, world, capsys
 
 
 def test_a_run_leaves_what_it_promises_and_nothing_else(local_run, world):
-    """TP2×PP2 trainers with a critic, and a TP2 engine: every seam of the update path is between several ranks."""
+    """TP2×PP2 trainers with a critic, and a TP2 engine: every seam of the update path is between several ranks. Whoever
+    starts it a second time meanwhile is refused."""
     others = world / "others.jsonl"
     others.write_text("".join((world / "heldout.jsonl").read_text().splitlines(keepends=True)[300:320]))
-    started = local_run(
-        "tp2-pp2",
-        *small(
-            world,
-            **{
-                "trainer.tp": 2,
-                "trainer.pp": 2,
-                "rollout.tp": 2,
-                "machine.slots": 6,
-                "rollout.max_staleness": 1,
-                "held_out": 100,
-                "data.eval": f"{world / 'heldout-100.jsonl'},{others}",
-                "eval.every": 6,
-                "eval.n": 2,
-                "eval.top_k": 20,
-                "ppo.critic.lr": 1e-3,
-                "ppo.critic.gae_lambda": 0.95,
-                "ppo.critic.warmup": 1,
-            },
-        ),
-    )
+    changes = {
+        "trainer.tp": 2,
+        "trainer.pp": 2,
+        "rollout.tp": 2,
+        "machine.slots": 6,
+        "rollout.max_staleness": 1,
+        "held_out": 100,
+        "data.eval": f"{world / 'heldout-100.jsonl'},{others}",
+        "eval.every": 6,
+        "eval.n": 2,
+        "eval.top_k": 20,
+        "ppo.critic.lr": 1e-3,
+        "ppo.critic.gae_lambda": 0.95,
+        "ppo.critic.warmup": 1,
+        "resume": "auto",
+    }
+    arguments = small(world, **changes)
+    started = local_run("tp2-pp2", *arguments)
     run = RunFolder(started.folder)
+    started.wait_for(lambda: list(run.leases.glob("*.json")))
+    for ready in (lambda: True, lambda: run.metrics.exists() and len(read_metrics(run)) > 1):
+        started.wait_for(ready)
+        second = local_run("tp2-pp2", *arguments, output="second.out")
+        assert second.wait(60) == 2, "it does not wait for machine.lease_s; test_lease.py: it is refused at once"
+        assert f"is being run by process {started.process.pid} on" in second.output and second.output.count("\n") == 1
     started.wait_for(lambda: read_status(run).phase == "final evaluation")
     members = started.members()
     assert len(members) > 8
@@ -249,9 +254,10 @@ def test_a_run_leaves_what_it_promises_and_nothing_else(local_run, world):
     assert started.wait() == 0, started.output
     assert not left_over(members)
 
+    assert audit(run) == [] and len(run.starts()) == 1
     lines = read_metrics(run)
     updates = [line for line in lines if line["kind"] == "update"]
-    assert len(updates) == 6
+    assert [update["version"] for update in updates] == [1, 2, 3, 4, 5, 6]
     assert ["grad_norm" in u for u in updates] == [False] + 5 * [True]  # the critic warms up
     assert all(u["value_grad_norm"] > 0 and u["explained_variance"] < 1 for u in updates)
     compared = [u["logprob_diff_max"] for u in updates if "logprob_diff_max" in u]
