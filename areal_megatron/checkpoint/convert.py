@@ -16,7 +16,7 @@ from numpy import ndarray
 
 from areal_megatron.checkpoint import peft, torch_dist, tower
 from areal_megatron.checkpoint.disk import BlockBuffers, BoxReader, CheckpointError
-from areal_megatron.checkpoint.folder import held
+from areal_megatron.checkpoint.folder import TRAINER, held
 from areal_megatron.checkpoint.hf_folder import (
     INDEX,
     SHARD_BYTES,
@@ -41,8 +41,8 @@ from areal_megatron.reshard.boxes import Box, whole
 
 CHUNK_BYTES = 32 * 2**20
 """Bytes of the largest chunk of a tensor that from_hf stores as one; who loads it holds a whole chunk."""
-TRAINER, DESCRIPTION = "trainer", "hf"
-"""The parts of a checkpoint folder: the torch_dist folder, and config, tokenizer and the like."""
+DESCRIPTION = "hf"
+"""The folder of a checkpoint with config, tokenizer and the like."""
 Report = Callable[[int, int], None]
 """Told (bytes done, bytes to do) after each block."""
 

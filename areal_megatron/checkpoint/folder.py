@@ -44,7 +44,8 @@ _PARTIAL = re.compile(r"\.version-\d+\.incarnation-(\d+)\.(?:partial|weights)")
 _REMAINS = re.compile(r"\.version-\d+\.(?:replaced|removed|partial|old)")
 """Folders that were set aside, or that an export had not finished."""
 _SHARD = re.compile(r"__(\d+)_\d+\.distcp")
-_TRAINER = "trainer/"
+TRAINER = "trainer"
+"""The folder of a checkpoint that trainers write."""
 _SEAL = "complete.json"
 _DAMAGED = "damaged"
 _REPLACED = "replaced"
@@ -76,7 +77,7 @@ class SavedCheckpoint:
 
     @property
     def trainer(self) -> Path:
-        return self.folder / "trainer"
+        return self.folder / TRAINER
 
     @property
     def controller(self) -> Path:
@@ -126,7 +127,7 @@ def again(run: RunFolder, version: int, saved: Path) -> dict[str, Written]:
     _, files = _read_seal(saved)
     for part in ("trainer", "hf"):
         shutil.copytree(saved / part, written / part, copy_function=os.link)
-    return {name: file for name, file in files.items() if name.startswith(_TRAINER)}
+    return {name: file for name, file in files.items() if name.startswith(f"{TRAINER}/")}
 
 
 def seal(run: RunFolder, version: int, batches: int, known: Mapping[str, Written] | None = None) -> SavedCheckpoint:
@@ -171,7 +172,7 @@ def read(folder: Path) -> SavedCheckpoint:
             f"checkpoint {folder} is damaged: {found.read_text(encoding='utf-8').strip()} (said in {found})"
         )
     for name, file in files.items():
-        large = name.startswith(_TRAINER) and file.size > _CRC_BYTES
+        large = name.startswith(f"{TRAINER}/") and file.size > _CRC_BYTES
         try:
             fault = _fault(folder / name, file, by_size=large)
         except OSError as e:
@@ -189,7 +190,7 @@ def check_share(folder: Path, rank: int, ranks: int) -> None:
     too from now on.
     """
     _, files = _read_seal(folder)
-    names = sorted((name for name in files if name.startswith(_TRAINER)), key=_number)
+    names = sorted((name for name in files if name.startswith(f"{TRAINER}/")), key=_number)
     for name in names[rank::ranks]:
         if fault := _fault(folder / name, files[name]):
             with contextlib.suppress(OSError):  # another run's, perhaps, in which nobody may write
@@ -370,7 +371,7 @@ def _read_seal(folder: Path) -> tuple[SavedCheckpoint, dict[str, Written]]:
 
 def _number(name: str) -> tuple[bool, int, str]:
     """Orders the trainers' files by rank; those that describe them come last."""
-    shard = _SHARD.fullmatch(name.removeprefix(_TRAINER))
+    shard = _SHARD.fullmatch(name.removeprefix(f"{TRAINER}/"))
     return (False, int(shard[1]), name) if shard else (True, 0, name)
 
 

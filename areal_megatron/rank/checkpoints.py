@@ -17,9 +17,9 @@ from typing import Protocol
 
 from areal_megatron.checkpoint import folder as checkpoint_folder
 from areal_megatron.checkpoint import peft, tower
-from areal_megatron.checkpoint.convert import TRAINER, to_hf
+from areal_megatron.checkpoint.convert import to_hf
 from areal_megatron.checkpoint.disk import CheckpointError
-from areal_megatron.checkpoint.folder import Written
+from areal_megatron.checkpoint.folder import TRAINER, Written
 from areal_megatron.checkpoint.hf_folder import copy_description
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.process.files import set_aside
@@ -181,7 +181,7 @@ class Checkpoints:
         """Brings the trainers to a checkpoint; parameters must be allowed to change. Raises RunError if that is damaged
         or cannot be loaded."""
         self._check(folder)
-        checkpoint.load(self._trainer, folder / "trainer")
+        checkpoint.load(self._trainer, folder / TRAINER)
         self._make_savers()  # moments have another place in memory now
 
     def wait_until_read(self) -> None:
@@ -238,7 +238,7 @@ class Checkpoints:
             self._run.check_current()
             self._companion.checkpoint(version, batches)
             seal, lost = partial(self._seal, version, batches, begun), partial(self._lost, version, begun)
-            self._saver.begin(path / "trainer", seal, lost)
+            self._saver.begin(path / TRAINER, seal, lost)
         self._stall_s = time.monotonic() - begun
 
     def _begin_export(self, version: int) -> None:
@@ -257,7 +257,7 @@ class Checkpoints:
             self._run.check_current()
             with contextlib.suppress(OSError):  # the saver meets it again, and gives up this export
                 self._run.exports.mkdir(exist_ok=True)
-            self._weights.begin(folder / "trainer", seal, lost)
+            self._weights.begin(folder / TRAINER, seal, lost)
 
     def _write_again(self, folder: Path, version: int, batches: int) -> None:
         self._wait_for_exports()  # one may be reading what is replaced
