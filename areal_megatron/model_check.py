@@ -225,7 +225,8 @@ def _check_files(folder: Path, engines_read: bool) -> None:
     """Raises ConfigError if there are no weights, not all that their index names, or others for engines than for
     trainers."""
     if not list(folder.glob("*.safetensors")):
-        raise ConfigError(f"model.path: {folder} holds no *.safetensors file")
+        pickled = "; pickles are not read: save it anew by transformers' save_pretrained" * any(folder.glob("*.bin"))
+        raise ConfigError(f"model.path: {folder} holds no *.safetensors file{pickled}")
     try:
         check_weight_files(folder, engines_read)
     except OSError as e:

@@ -13,6 +13,7 @@ from typing import Any
 from numpy import ndarray
 
 from areal_megatron.checkpoint.disk import BoxReader, CheckpointError, OpenFiles, cast, empty, read_box
+from areal_megatron.checkpoint.folder import TRAINER
 from areal_megatron.checkpoint.hf_folder import (
     HfTensor,
     exact_dtype,
@@ -222,9 +223,14 @@ class PeftFolder:
     def __init__(self, folder: Path, model: Architecture, adapter: Adapter):
         expected = expand(adapted(model, adapter).canonical)
         path, self._files = folder / WEIGHTS, OpenFiles()
-        if (folder / "trainer").is_dir():
+        if (folder / TRAINER).is_dir():
             raise CheckpointError(
                 f"{folder} is a checkpoint: `areal convert to-peft {folder} ADAPTER` makes PEFT's folder"
+            )
+        if not path.exists() and (pickled := path.with_suffix(".bin")).exists():
+            raise CheckpointError(
+                f"{pickled} is a pickle, which may run programs when it is read: have PEFT save {WEIGHTS} instead "
+                "(safe_serialization=True)"
             )
         names, self._extents = safetensors_extents(path, {PREFIX + name for name in expected})
         for name, shape in expected.items():

@@ -412,7 +412,10 @@ def test_what_engines_do_with_experts_needs_some_and_cuda(tmp_path, asked):
 def test_missing_folder_file_and_weights(tmp_path):
     subject = config(tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(ConfigError, match=r"model.path: .* holds no \*.safetensors"):
+    with pytest.raises(ConfigError, match=r"model.path: .* holds no \*.safetensors file$"):
+        check_model(subject)
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(ConfigError, match=r" holds no \*.safetensors file; pickles are not read: save it anew"):
         check_model(subject)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"model.path: .*config.json is not JSON"):

@@ -254,6 +254,9 @@ def test_a_damaged_file(tmp_path, bases):
     (folder / WEIGHTS).write_bytes(content[:-100])
     with pytest.raises(CheckpointError, match="is truncated or no safetensors file"):
         to_hf(folder, tmp_path / "merged")
+    (folder / WEIGHTS).rename(folder / "adapter_model.bin")
+    with pytest.raises(CheckpointError, match=r"adapter_model\.bin is a pickle, .*\(safe_serialization=True\)"):
+        to_hf(folder, tmp_path / "merged")
 
 
 @pytest.mark.parametrize(("name", "experts"), [("qwen3", False), ("qwen3_moe", True)])
