@@ -201,7 +201,7 @@ class OptimizerConfig:
     """Decay of the mean of squared gradients, β₂."""
     eps: float = key(1e-5, above=0)
     """Added to the root of that mean, ε."""
-    staleness_kl: float = key(0.07, at_least=0)
+    staleness_kl: float = key(0.02, at_least=0)
     """Largest KL divergence from stale samples, as a share of the entropy; rates are scaled down to keep to it
     (docs/staleness.md). 0: never."""
     clip_grad: float = key(1.0, at_least=0)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from statistics import mean
 from typing import Any
 
-from areal_megatron.config import Config
+from areal_megatron.config import Config, OptimizerConfig
 from areal_megatron.config.algorithms import LEAST_FACTOR
 
 WARNED_OVER = 10
@@ -39,7 +39,7 @@ def warning(config: Config, updates: Sequence[dict[str, Any]]) -> str:
         )
     divergence, entropy, share = (_mean(last, key) for key in ("kl_staleness", "entropy", "effective_share"))
     if divergence is not None and entropy and divergence > LARGEST_KL * entropy:
-        limit = "" if o.staleness_kl else "set optimizer.staleness_kl=0.07, or "
+        limit = "" if o.staleness_kl else f"set optimizer.staleness_kl={OptimizerConfig.staleness_kl:g}, or "
         return (
             f"kl_staleness was {divergence / entropy:.2f} of the entropy over {WARNED_OVER} updates, above "
             f"{LARGEST_KL:g}: steps are too long for answers this stale; {limit}{lower}, see docs/staleness.md"

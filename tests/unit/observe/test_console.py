@@ -53,7 +53,7 @@ def shown(screen):
             0.0,
             {"kl_staleness": 0.3},
             "warning: kl_staleness was 0.24 of the entropy over 10 updates, above 0.2: steps are too long for answers "
-            "this stale; set optimizer.staleness_kl=0.07, or lower optimizer.lr=2e-05, then "
+            "this stale; set optimizer.staleness_kl=0.02, or lower optimizer.lr=2e-05, then "
             "rollout.max_staleness=8, see docs/staleness.md",
         ),
         (
@@ -91,7 +91,7 @@ def test_a_rate_that_cannot_be_scaled_enough_is_told_after_ten_updates(run):
     console.close()
     writer.close()
     [warned] = (line for line in out.getvalue().splitlines() if "warning" in line)
-    assert "in 10 updates even 0.01 of the rate left more than optimizer.staleness_kl=0.07 of the entropy" in warned
+    assert "in 10 updates even 0.01 of the rate left more than optimizer.staleness_kl=0.02 of the entropy" in warned
     assert "lower optimizer.lr=2e-05, then rollout.max_staleness=8" in warned
     assert out.getvalue().index("update 13/99") < out.getvalue().index(warned) < out.getvalue().index("update 14/99")
 
