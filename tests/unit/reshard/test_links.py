@@ -28,7 +28,8 @@ class RecordedNccl:
     """Stands for torch's ProcessGroupNCCL: chooses communicators as it does, and carries messages within the process.
 
     ProcessGroupNCCL.cpp, torch 2.13: a message that is neither batched nor sent after eager_connect_single_device gets
-    a communicator of its pair; all others use that of the device, for which each member asks the store.
+    a communicator of its pair; all others use that of the device, for which each member asks the store. The first call
+    for a pair returns once both of its members have made theirs (NCCL 2.29, ncclTransportP2pSetup).
     """
 
     made: list
@@ -36,6 +37,8 @@ class RecordedNccl:
     """(sender, receiver, tag) → the messages on their way."""
     posted: set
     """The receives that were posted: (sender, receiver, tag)."""
+    meetings: dict
+    """(sender, receiver) → where both wait for each other in their first call."""
     hangs = False
     """Whether its messages never end, as those to a peer that is gone."""
     ending_s = 0.0
@@ -52,7 +55,7 @@ class RecordedNccl:
         self.environment = {name: os.environ.get(name) for name in carriers.nccl.SETTINGS}
         self.communicators, self.under_way, self.most = Counter(), 0, 0
         self.looks, self.aborted = [], None
-        self._eager = False
+        self._eager, self._connected = False, set()
         self.made.append(self)
 
     def eager_connect_single_device(self, device):
@@ -63,14 +66,29 @@ class RecordedNccl:
         self._eager = True
 
     def send(self, tensors, peer, tag):
-        self.posted.remove((self.rank, peer, tag))  # a message that waits on the GPU for its receive may close a circle
+        if self._connects(self.rank, peer):
+            assert tensors[0].numel() == 1, "NCCL takes so little without its receive"
+        else:  # one that waits on the GPU for its receive may close a circle
+            self.posted.remove((self.rank, peer, tag))
         self.mail[self.rank, peer, tag].put(tensors[0].clone())
         return self._work(peer, lambda timeout: None)
 
     def recv(self, tensors, peer, tag):
         letters = self.mail[peer, self.rank, tag]
-        self.posted.add((peer, self.rank, tag))
+        if not self._connects(peer, self.rank):
+            self.posted.add((peer, self.rank, tag))
         return self._work(peer, lambda timeout: tensors[0].copy_(letters.get(timeout=timeout.total_seconds())))
+
+    def _connects(self, *pair):
+        """Whether this was the first call for the pair."""
+        if pair in self._connected:
+            return False
+        self._connected.add(pair)
+        try:
+            self.meetings.setdefault(pair, threading.Barrier(2)).wait(5)
+        except threading.BrokenBarrierError:
+            raise RuntimeError(f"{pair} did not both make their first call") from None
+        return True
 
     def abort(self):
         time.sleep(self.ending_s)
@@ -104,7 +122,7 @@ class Work:
 
 @pytest.fixture
 def nccl(monkeypatch):
-    own = {"made": [], "mail": defaultdict(queue.Queue), "posted": set()}
+    own = {"made": [], "mail": defaultdict(queue.Queue), "posted": set(), "meetings": {}}
     recorded = type("ProcessGroupNCCL", (RecordedNccl,), own)
     monkeypatch.setattr(dist, "ProcessGroupNCCL", recorded, raising=False)
     monkeypatch.setitem(carriers.CARRIERS, "device", carriers.Nccl)
