@@ -121,6 +121,6 @@ def _address(store: Any) -> str:
 
 
 PARTS: dict[str, Part] = {
-    "communicators": communicators,
     **{f"receive, {count} connections": partial(beside_receive, connections=count) for count in CONNECTIONS},
+    "communicators": communicators,
 }

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from areal_megatron.process.files import write_json
-from areal_megatron.reshard.carriers.base import Deadline, LinkEnd, LinkError, Members
+from areal_megatron.reshard.carriers.base import Carrier, Deadline, LinkEnd, LinkError, Members
 from areal_megatron.reshard.changes import find
 from areal_megatron.reshard.engine_layout import EngineSizes
 from areal_megatron.reshard.plan import Bucket, Planner
@@ -203,7 +203,7 @@ def circle(options: Options, connections: str) -> Iterator[Finding]:
     """Two trainer ranks with an all-reduce between them that send to one engine rank, in opposite orders."""
     only_on_a_gpu(options, connections)
     settings = {"CUDA_DEVICE_MAX_CONNECTIONS": connections}
-    for word, handshake in (("as launched", False), ("sent once the receive runs", True)):
+    for word, handshake in (("sent at once", False), ("sent as here, once its receive is posted", True)):
         stores = open_store(), open_store()
         addresses = [f"127.0.0.1:{store.port}" for store in stores]
         folder = options.folder / f"circle-{connections}-{handshake:d}"
@@ -217,7 +217,8 @@ def circle(options: Options, connections: str) -> Iterator[Finding]:
 
 
 def go_round(rank: int, device: str, small: bool, handshake: bool, store: str, others: str, folder: str) -> None:
-    """Ranks 0 and 1 send, 2 receives from 1 first. Rank 0 launches its message before the all-reduce, rank 1 after it.
+    """Ranks 0 and 1 send, 2 receives from 1 first. Rank 0 launches its message before the all-reduce, rank 1 after it,
+    or, with `handshake`, both once their receive is posted.
 
     Writes the seconds until all of the rank was done, or -1 if it was not after STUCK_S.
     """
@@ -240,34 +241,22 @@ def go_round(rank: int, device: str, small: bool, handshake: bool, store: str, o
     while keys.add("ready", 0) < 3:
         time.sleep(0.001)
 
+    if not handshake:
+        link.carrier.send = partial(Carrier.send, link.carrier)
     start, deadline = time.monotonic(), Deadline(STUCK_S)
-
-    def send() -> Message:
-        if handshake:
-            keys.wait([f"runs/{rank}"], deadline.left)
-        return message(link, rank, flat, mine[0], senders=2, elements=len(flat))
-
-    def receive(bucket: Bucket) -> None:
-        with link.stream():
-            before = torch.cuda.current_stream().record_event() if target.type == "cuda" else None
-            receiving = message(link, rank, flat, bucket, senders=2, elements=len(flat))
-        while not (before is None or before.query() or deadline.passed):
-            time.sleep(0.001)
-        keys.set(f"runs/{bucket.source}", "")  # nothing is in front of the receive any more
-        receiving.wait(deadline)
-
+    post = partial(message, link, rank, flat, senders=2, elements=len(flat), limit_s=STUCK_S)
     try:
         if not trainers:
             for bucket in mine:
-                receive(bucket)
+                post(bucket).wait(deadline)
         elif rank == 0 and not handshake:
-            sending, work = send(), dist.all_reduce(gradient, async_op=True)
+            sending, work = post(mine[0]), dist.all_reduce(gradient, async_op=True)
             sending.wait(deadline)
             wait_for(work, deadline)
         else:
             work = dist.all_reduce(gradient, async_op=True)
             time.sleep(0.05)
-            send().wait(deadline)
+            post(mine[0]).wait(deadline)
             wait_for(work, deadline)
         took = time.monotonic() - start
     except (LinkError, RuntimeError):
@@ -356,12 +345,18 @@ def open_link(member: int, device: torch.device, store: str, number: int, sender
 
 
 def message(
-    link: Link, member: int, flat: torch.Tensor, bucket: Bucket, senders: int = 1, elements: int = 0
+    link: Link,
+    member: int,
+    flat: torch.Tensor,
+    bucket: Bucket,
+    senders: int = 1,
+    elements: int = 0,
+    limit_s: float = LINK_TIMEOUT_S,
 ) -> Message:
     """Posts a bucket, or as many elements in its place: the first members are trainer ranks, which send."""
     with link.stream():
         post = link.receive if member >= senders else link.send
-        return post(flat[: elements or bucket.elements], bucket, Deadline(LINK_TIMEOUT_S))
+        return post(flat[: elements or bucket.elements], bucket, Deadline(limit_s))
 
 
 def buckets(small: bool, tp: int) -> list[list[Bucket]]:
@@ -380,8 +375,8 @@ def buffer(device: torch.device, *carried: Bucket) -> torch.Tensor:
 
 
 PARTS: dict[str, Part] = {
+    "killed peer": killed_peer,
     "giving up": giving_up,
     **{f"circle, {count} connections": partial(circle, connections=count) for count in CIRCLES},
     **{f"full queue, {count} connections": partial(beside_full_queue, connections=count) for count in CONNECTIONS},
-    "killed peer": killed_peer,
 }

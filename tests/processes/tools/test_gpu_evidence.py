@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.living import is_alive
 from tools import gpu_evidence
-from tools.evidence import gpu_tests
+from tools.evidence import gpu_tests, links, queues
 from tools.evidence.parts import Options, Skip
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -150,8 +150,10 @@ def test_tests_marked_gpu_are_counted(tmp_path, monkeypatch):
         next(gpu_tests.results(report))
 
 
-def test_all_steps_fit_into_ten_minutes():
+def test_all_steps_fit_into_ten_minutes_and_what_decides_comes_first():
     assert sum(gpu_evidence.STEPS.values()) <= 580
+    assert next(iter(gpu_evidence.STEPS)) == "queues" and next(iter(queues.PARTS)) == "killed peer"
+    assert [*links.PARTS][-1] == "communicators", "which takes the most time and memory"
 
 
 COMPARED = """
