@@ -28,6 +28,7 @@ from areal_megatron.reshard.engine_layout import EngineSizes
 from areal_megatron.reshard.plan import Bucket, Planner
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 from areal_megatron.reshard.transport import Link, Message
+from areal_megatron.run.gpu_settings import WATCHDOG
 from tests.support.link_store import open_store
 from tools.bench.reshard_device import QWEN_1_5B, SMALL
 from tools.evidence.parts import Finding, Options, Part, Skip
@@ -45,13 +46,7 @@ REPEATS = 5
 CONNECTIONS = ("1", "8", "32")
 CIRCLES = ("1", "32")
 MIB = 2**20
-QUIET = {
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-    "TORCH_NCCL_ENABLE_MONITORING": "0",
-    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
-}
-"""Settings of the process with which no watchdog of torch's ends it, or waits for a dump that nobody reads."""
-SETTINGS: dict[str, dict[str, str]] = {"torch's settings": {}, "no dump, no monitor": QUIET}
+SETTINGS: dict[str, dict[str, str]] = {"torch's settings": {}, "no dump, no monitor": WATCHDOG}
 
 
 # ---- a dead peer
@@ -286,7 +281,7 @@ def giving_up(options: Options) -> Iterator[Finding]:
 
 def give_up(rank: int, device: str, small: bool, store: str) -> dict[str, float]:
     """Rank 1 receives what rank 0 does not send, waits for the whole device in a thread, and aborts after a second."""
-    os.environ.update(QUIET)
+    os.environ.update(WATCHDOG)
     target = gpu_or_cpu(device)
     first, second = buckets(small, 1)[0][:2]
     flat = buffer(target, first, second)
