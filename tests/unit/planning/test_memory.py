@@ -951,14 +951,18 @@ def test_merged_weights_are_a_copy_of_those_with_adapters():
     assert parts["merged weights"] == pytest.approx(2 * linear + in_float32, rel=0.001)
 
 
-def test_a_plan_tells_when_engines_have_adapters_and_when_all_weights(capsys, monkeypatch):
+def test_a_plan_tells_mfu_and_when_engines_have_adapters_and_when_all_weights(capsys, monkeypatch):
     """From the busiest of four trainer ranks to one of tp=4: its factors, or its share of the weights, in 2 bytes."""
     monkeypatch.chdir(ROOT)
     arguments = "trainer.tp=4 trainer.pp=1 trainer.cp=1 trainer.dp=1 rollout.engines=1 lora.rank=32 "
     arguments += "--nodes 1 --gpus 8 --gpu h100"
     path = ROOT / "configs/models/Qwen3-32B"
     assert plan.main([str(ROOT / "configs/qwen3_32b.yaml"), f"model.path={path}", *arguments.split()]) == 0
-    line = next(each for each in capsys.readouterr().out.splitlines() if each.startswith("new adapters for the"))
+    lines = capsys.readouterr().out.splitlines()
+    assert any(
+        re.match(r"an update on the trainers, h100: [\d,.]+ s, MFU \d+%; .*recomputation \d+%", each) for each in lines
+    )
+    line = next(each for each in lines if each.startswith("new adapters for the"))
     adapters, pause, whole, whole_pause = (float(found.replace(",", "")) for found in re.findall(r"([\d,]+) ms", line))
     hf = read_config(path)
     gpu = accelerator("h100")
