@@ -148,7 +148,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = Parser("areal_megatron.launch.rows", __doc__)
     parser.add_config()
     parser.add_argument("--eval", action="store_true", help="of data.eval")
-    parser.add_argument("--rows", type=int, default=3, metavar="N", help="so many rows; default 3")
+    parser.add_argument("--rows", type=int, default=3, metavar="N", help="rows; default 3")
     options = parser.parse_intermixed_args(arguments)
     key = "eval" if options.eval else "train"
     try:

@@ -58,7 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--grace-s",
         type=float,
         default=480.0,
-        help="after USR1 the job is queued again after so many seconds at the latest",
+        help="most seconds from USR1 until the job is queued again",
     )
     dry_run.add_flags(parser)
     options = parser.parse_intermixed_args(arguments)

@@ -26,7 +26,7 @@ _SECTION = re.compile(r"^## \[(?P<name>[^\]]+)\](?: - (?P<date>\d{4}-\d\d-\d\d))
 
 
 class NotReleasable(ValueError):
-    """Says what is to be mended."""
+    """Says what is to be corrected."""
 
 
 def version_of(setup: str) -> str:

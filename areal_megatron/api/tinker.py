@@ -46,8 +46,7 @@ ADAM = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "weight_decay": 0.0, "clip_gr
 _AT_CLIENTS = {"clip_grad": "grad_clip_norm"}
 _LARGEST_BYTES = 256 * 2**20
 _KEPT_REQUESTS, _KEPT_BYTES = 10_000, 2**30
-"""So many of the last results, and so much of them, can still be fetched, also once more after a connection that was
-lost."""
+"""How many of the last results, and bytes of them, can still be fetched, also once more after a lost connection."""
 _WAIT_S = 20.0
 _SAMPLING_THREADS = 64
 _PROTO, _JSON = "application/x-protobuf", "application/json"

@@ -430,7 +430,7 @@ class RolloutConfig:
     workflow_workers: int = key(0, at_least=0, at_most=1024)
     """Processes that run episodes. 0: a quarter of the controller's cores, 1 to 32."""
     workflow_timeout_s: float = key(600.0, above=0)
-    """Longest time that a workflow may neither ask the model nor end."""
+    """Longest time in which a workflow may be idle: it neither asks the model nor ends."""
     endpoint: str = key("loopback", choices=("loopback", "tls"))
     """Where agents reach the model: on the controller's machine alone, or on others too (docs/agents.md, "Agents on
     other machines")."""

@@ -114,7 +114,7 @@ REMARKS = {
     "batch_size": "it counts answers: prompts × rollout.group_size",
     "updates": "an update trains batch_size answers; there are no epochs to count",
     "ppo.minibatches": "it is how many there are in a batch, not their size",
-    "trainer.microbatch_tokens": "answers are packed up to so many tokens",
+    "trainer.microbatch_tokens": "answers are packed up to this number of tokens",
     "rollout.engines": "an engine has rollout.tp GPUs",
     "optimizer.warmup_steps": "it counts optimizer steps, ppo.minibatches an update",
     "ppo.penalty.kl": "0 is no penalty",

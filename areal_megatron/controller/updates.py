@@ -72,7 +72,7 @@ class EngineUpdates:
         """Generations that failed since the last commit of this process of the engine."""
         self.failures = 0
         self.last: dict[str, float] = {}
-        """publish_s, commit_s (how long the engine stood still), weights_bytes and weights_changed of the last
+        """publish_s, commit_s (how long the engine was paused), weights_bytes and weights_changed of the last
         commit."""
         self._changed = 1.0
         """The share of elements that the last update sent; 1 if it failed."""
@@ -198,7 +198,7 @@ class EngineUpdates:
         return time.time_ns()
 
     async def _commit(self, update: _Update) -> float:
-        """Returns for how many seconds the engine stood still."""
+        """Returns for how many seconds the engine was paused."""
         client = self._engine.client
         try:
             stood_s = await client.commit(update.version, clear_cache=self._config.rollout.kv_policy == "recompute")

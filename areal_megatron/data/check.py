@@ -25,7 +25,7 @@ from areal_megatron.data.supervised import read_items
 from areal_megatron.data.tokenizer import Tokenizer
 
 _REASONS = 5
-"""So many reasons for which rows are left out are said."""
+"""The most reasons for leaving rows out that are said."""
 
 
 def check_data(

@@ -29,7 +29,7 @@ _OPENED = re.compile(r"(?:</?[A-Za-z_][\w-]*>\s*)+\Z")
 _UNCLOSED = re.compile(r"<([\w-]*(?:think|thought|reason)[\w-]*)>\s*\Z")
 """The tag with which a template has the model begin to think. Another, such as <assistant>, says who speaks."""
 _TAIL = 128
-"""So many characters of a question are looked at for these: searching takes the square of their number."""
+"""The last characters of a question, in which these are looked for: searching takes the square of their number."""
 _INLINE = re.compile(r"\s*<think>(.*?)</think>(.*)\Z", re.DOTALL)
 _RESULT = re.compile(r"\s*<tool_response>\s*(.*?)\s*</tool_response>\s*\Z", re.DOTALL)
 _KEYS = ("reasoning_content", "reasoning", "thinking")

@@ -35,7 +35,7 @@ MOST_TOKENIZER_BYTES = 256 * 2**20
 _INSTRUCTING = ("system", "developer")
 """Roles whose messages templates may drop, or shorten, while the others say the same words."""
 _TAIL = 64
-"""So many tokens of a prompt are looked at for how it begins the answer."""
+"""The last tokens of a prompt, which are looked at for how it begins the answer."""
 _TAG = re.compile(r"</?[A-Za-z_][\w-]*>|\[/?[A-Z][A-Z_]*\]")
 _OPENED = re.compile(rf"(?:(?:{_TAG.pattern})\s*)+\Z")
 """Tags at the end of a prompt: the template begins the answer with them."""

@@ -512,7 +512,7 @@ def _explained(repo: HubRepo, key: str) -> Iterator[None]:
     except errors.RepositoryNotFoundError:
         folder = "folder" if repo.kind == "model" else "file or folder"
         raise ConfigError(
-            f"{key}: there is no {folder} {repo.name}, and {_hub()} shows no {repo.kind} of this name: mend the name, "
+            f"{key}: there is no {folder} {repo.name}, and {_hub()} shows no {repo.kind} of this name: fix the name, "
             "or, if it is private, give a token that may read it (HF_TOKEN, or 'hf auth login')"
         ) from None
     except errors.RevisionNotFoundError:
@@ -529,7 +529,7 @@ def _explained(repo: HubRepo, key: str) -> Iterator[None]:
         )
         raise ConfigError(f"{key}: {_hub()} answers with status {status} for the {repo.kind} {repo}: {what}") from None
     except Exception as e:  # of the network, the disk and the library
-        raise ConfigError(f"{key}: the {repo.kind} {repo} cannot be had from {_hub()}: {_said(e)}") from None
+        raise ConfigError(f"{key}: the {repo.kind} {repo} cannot be fetched from {_hub()}: {_said(e)}") from None
 
 
 def _not_cached(repo: HubRepo, key: str, reason: str) -> str:

@@ -127,7 +127,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--gpu-gb", type=float, default=0, metavar="GIB", help="GiB of a GPU, if not as usual")
     add_lengths(parser)
-    parser.add_argument("--simulate", type=int, default=0, metavar="N", help="stop after so many updates")
+    parser.add_argument("--simulate", type=int, default=0, metavar="N", help="stop after N updates")
     parser.add_argument(
         "--filtered", type=float, default=0, metavar="SHARE", help="share of the groups that are filtered"
     )

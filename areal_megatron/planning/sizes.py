@@ -17,7 +17,7 @@ _GPUS = re.compile(r"(?:--gpus-per-node[= ]|--gres[= ]gpu:)(?:[A-Za-z]\w*:)?(\d+
 
 @dataclass(frozen=True)
 class Sizes:
-    """So many nodes, all alike."""
+    """A number of nodes, all alike."""
 
     nodes: int
     gpus: int

@@ -23,7 +23,7 @@ from areal_megatron.ppo.penalty import k3
 DECAY = 0.8
 """What an update counts less for with each later one: a batch alone tells c only roughly."""
 RISE = 1.5
-"""A factor is at most so many times the one of as many updates ago as tokens are old: before, it has not been seen."""
+"""A factor is at most this times the one of as many updates ago as tokens are old: before, it has not been seen."""
 _LARGEST = 2.0
 """Logarithms of ratios count as this at most: the mean is over a batch's tokens, and a single one may be far off."""
 

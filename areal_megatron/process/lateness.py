@@ -67,7 +67,7 @@ def attended_time() -> AttendedTime:
 
     def tick() -> None:
         if (late := clock.tick()) > _WORTH_TELLING_S:
-            log.warning("this process stood still for %.1f s: every time limit for others is extended by that", late)
+            log.warning("this process stalled for %.1f s: every time limit for others is extended by that", late)
         loop.call_later(TICK_S, tick)
 
     loop.call_later(TICK_S, tick)

@@ -38,7 +38,7 @@ CUDA_BUCKET_ELEMENTS = 32 * 2**20
 """The same on GPUs (64 MiB in bfloat16): each message is a kernel on either side and a rendezvous of two streams, which
 only large messages make up for."""
 GROUP = 8
-"""So many messages of a pair of ranks follow one another where changes are sent: a message of changes has as many."""
+"""How many messages of a pair of ranks follow one another where changes are sent; one has the changes of all."""
 _DIRECT = 8
 """A part of a tensor that has at least 1/8 of a bucket is a message of its own. A sender that need neither cast nor
 gather such a part sends it from the parameter itself, without a copy."""

@@ -245,7 +245,7 @@ class Reception:
             most = sum(arrival.place.nbytes for arrival in named)
             if count != len(named) or not 0 <= size <= most or whole > len(left) or not (named or whole):
                 raise LinkError(
-                    f"trainer rank {source} sends changes of {count} messages in {size} bytes, which cannot be"
+                    f"trainer rank {source} sends a malformed head: changes of {count} messages in {size} bytes"
                 )
             told = memoryview(self._hear(link, torch.empty(size, dtype=torch.uint8), source).numpy()) if size else b""
             self._bytes += size
@@ -276,7 +276,7 @@ class Reception:
         self._wait_for(placed.place)
         placed.pack_changed(places, later)
         if zlib.crc32(bits(placed.place).cpu().numpy()) != checksum:
-            raise ChangesError("weights that have not changed are others than those that the trainers sent")
+            raise ChangesError("unchanged weights differ from the trainers' (CRC-32 mismatch)")
 
     def _wait_for(self, place: Tensor) -> None:
         """Returns when no message is on its way to a place, which several may have in turn."""

@@ -35,7 +35,7 @@ their places in 32 bits, those of 3% of 16-bit elements fit in there."""
 HISTORY = 1 / 16
 """The bytes of changes of earlier versions that trainers keep of a message for engines which lag, over its own."""
 LISTED = 8
-"""A device lists the changes of a message if at most one in so many of its elements has changed."""
+"""A device lists the changes of a message if at most one in 8 of its elements has changed."""
 HOST_BLOCK = 2**30
 """Bytes of a piece of pinned memory, in which trainers keep what they published last, if parameters are on a device."""
 FEW_CHANGES = 0.02

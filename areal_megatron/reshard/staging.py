@@ -40,7 +40,7 @@ _EDITED = 1 / 16
 whole message is as fast."""
 _ALIGNED = 16
 """Messages of any dtype begin at multiples of this many bytes."""
-_NO_ROOM = "more changes came than there is room for; next time the engine stands still"
+_NO_ROOM = "more changes came than there is room for; next time the engine is paused meanwhile"
 
 
 @dataclass

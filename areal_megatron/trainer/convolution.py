@@ -25,7 +25,7 @@ class Earlier:
     back: int
     """The number of places."""
     crossing: Tensor
-    """int64: the tokens from `back` on for which the one so many places before them in the row is not of their run."""
+    """int64: the tokens from `back` on for which the one `back` places before them in the row is not of their run."""
     after: Tensor | None
     """int64: the tokens that find it at the end of the prefix that they continue; None if no run continues one."""
     found: Tensor | None

@@ -98,7 +98,7 @@ class Failure:
         """One line that says who ended, how, and why."""
         if self.is_refusal and self.cause:
             return f"error: {self.name}: {self.cause}; its log: {self.log}"
-        again = ", twice in the same way and at the same point; mend that, then resume=auto continues" * self.repeated
+        again = ", twice in the same way and at the same point; fix that, then resume=auto continues" * self.repeated
         return f"error: {self.name} {self._how}{again}; its log: {self.log}"
 
     @property

@@ -3,7 +3,7 @@
 `leases/00002.json` says who holds the second lease. It appears whole and only once, also on NFS (files.write_once), and
 the greatest number counts. The holder beats: once a second it counts up the time stamp of that file, which needs no
 space on a full disk. No clock decides anything but the monotonic one of whoever watches: a heartbeat that moves
-refuses another start; one that has stood still for machine.lease_s no longer does. A launcher releases its lease when
+refuses another start; one that has stalled for machine.lease_s no longer does. A launcher releases its lease when
 it ends; if it was killed, others on its machine notice at once.
 
 Whoever takes the next lease thereby replaces the holder before: RunFolder.check_current, which every writer of the run

@@ -194,7 +194,7 @@ class _Watch:
             except OSError as e:  # as of a full disk, or a folder that is away
                 problem = str(e) if isinstance(e, Away) else f"{run.folder} cannot be written: {e.strerror or e}"
                 if time.monotonic() > deadline:
-                    raise HostError(f"{problem}; mend that, and the same command resumes the run") from None
+                    raise HostError(f"{problem}; fix that, and the same command resumes the run") from None
             if not waited:
                 print(f"warning: {problem}; the run goes on when it can", file=sys.stderr, flush=True)
             waited = True

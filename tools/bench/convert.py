@@ -36,7 +36,7 @@ RANDOM_ELEMENTS = 2**20
 
 
 def config_of(parameters: float) -> dict[str, Any]:
-    """Returns config.json of a Qwen3 with about so many parameters and an output layer that is not tied."""
+    """Returns config.json of a Qwen3 with about this number of parameters and an output layer that is not tied."""
     hidden, ffn = (2048, 6144) if parameters >= 1e9 else (512, 1536)
     vocabulary = 151936 if parameters >= 2e8 else 1024
     heads, kv_heads, head_dim = hidden // 128, hidden // 256, 128

@@ -55,7 +55,7 @@ def compare(
     """Yields what `table` shows for each number of SEQUENCES: the tokens/s of either layer, forwards and backwards,
     whole and without its MLP, and how many times as many those with a gated delta net are.
 
-    `row`: makes the batch of a number of answers of so many tokens; `timed`: returns the seconds of a call.
+    `row`: makes the batch of a number of answers of a number of tokens; `timed`: returns the seconds of a call.
     """
     run = RunFolder(folder)
     run.create()

@@ -293,7 +293,7 @@ def long_run(every: int, mtbf_s: float, seed: int) -> tuple[SimulatedRun, Times]
 
 @dataclass(frozen=True)
 class Best:
-    """The best sizes that were found for a model on so many GPUs."""
+    """The best sizes that were found for a model on a number of GPUs."""
 
     model: str
     gpus: int

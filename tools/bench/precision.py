@@ -275,7 +275,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = common.parser(__doc__, out="bench-precision")
     parser.add_argument("model", metavar="MODEL", help="Hugging Face folder")
     parser.add_argument("--data", default="", help="prompts, in a format of docs/data.md; default: sixteen questions")
-    parser.add_argument("--prompts", type=int, help="take the first so many; default: all")
+    parser.add_argument("--prompts", type=int, help="take the first N; default: all")
     parser.add_argument("--answers", type=int, default=8, help="to each prompt; default: %(default)s")
     parser.add_argument("--max-new-tokens", type=int, default=256, help="default: %(default)s")
     parser.add_argument("--microbatch-tokens", type=int, default=8192, help="default: %(default)s")

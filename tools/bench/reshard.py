@@ -16,7 +16,7 @@ update the checksums that vLLM computes must be those of the weights that were s
 transfer is also measured with the engine's receiving threads on the trainer's core. --device: the cost of packing,
 casting and unpacking, in one process and without vLLM (tools/bench/reshard_device.py). --update: updates of what has
 changed beside whole ones, after steps of AdamW with this learning rate, or with this share of weights changed, perhaps
-over a link of so many Mb/s between two network namespaces (tools/bench/reshard_delta.py). --lora: updates of adapters
+over a link of given Mb/s between two network namespaces (tools/bench/reshard_delta.py). --lora: updates of adapters
 of this rank on all linear layers of 18 million parameters, beside whole ones (tools/bench/reshard_lora.py).
 """
 

@@ -94,7 +94,7 @@ def make_tokenizer(folder: Path) -> ByteLevelBPETokenizer:
 
 
 def questions(tokenizer: ByteLevelBPETokenizer, tokens: int, answers: int) -> dict[str, list[Answer]]:
-    """Returns answers of each kind, of so many tokens."""
+    """Returns answers of each kind, each of `tokens` tokens."""
     thoughts = tokenizer.encode("".join(page.read_text(encoding="utf-8") for page in sorted(DOCS.glob("*.md")))).ids
     thoughts *= 1 + tokens // len(thoughts)
 

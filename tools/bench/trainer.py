@@ -337,7 +337,7 @@ def configure(options: argparse.Namespace, folder: Path) -> Config:
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = common.parser(__doc__, repetitions=9)
     parser.add_argument("--model", choices=PRESETS, default="demo", help="whose sizes the model has")
-    parser.add_argument("--layers", type=positive, help="its first so many layers; default: all")
+    parser.add_argument("--layers", type=positive, help="its first N layers; default: all")
     parser.add_argument("--draw", choices=DRAWS, nargs="+", default=DRAWS, help="of the answers' lengths")
     parser.add_argument("--answers", type=positive, default=256, help="of a batch")
     parser.add_argument("--group", type=positive, default=8, help="answers of a prompt")

@@ -48,7 +48,7 @@ class Case:
     model: str
     """A folder of configs/models."""
     layers: int | None
-    """The first so many of its layers; None: all."""
+    """How many of its first layers; None: all."""
     tokens: int
     """Tokens of a micro-batch."""
     sequences: int

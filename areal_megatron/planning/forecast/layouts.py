@@ -107,7 +107,7 @@ class EngineOption:
     """Bytes of the fullest rank's weights."""
 
     def holds(self, running: int) -> float:
-        """Returns the tokens that the KV cache holds with so many answers."""
+        """Returns the tokens that the KV cache holds with `running` answers."""
         return max(self.kv_tokens - (running - 1) * self.state_tokens, 0)
 
 

@@ -402,7 +402,7 @@ class Simulator:
         self._updates.append(TrainedUpdate(version, self._now, tokens, seconds, self._straggled, staleness))
         self._straggled = 0.0
         self._weights_read = self._now + self._times.weights.transfer
-        streamed = self._config.reshard.staging == "streamed"  # then engines stand still while they receive
+        streamed = self._config.reshard.staging == "streamed"  # then engines are paused while they receive
         for engine in self._engines.values():
             self._at(self._now if streamed else self._weights_read, self._arrived, engine, schedule.version)
         every = self._config.checkpoint.every

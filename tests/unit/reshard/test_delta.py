@@ -178,7 +178,7 @@ def test_an_engine_that_generates_takes_changes_until_its_room_is_full(pools):
     for version, share in ((3, 0.3), (4, 1)):
         link.train(stepped(before, share, seed=version))
         _, error = link.deliver(version, generation=version - 2, few_changes=True)
-        assert "more changes came than there is room for; next time the engine stands still" in error
+        assert "more changes came than there is room for; next time the engine is paused meanwhile" in error
         link.tensors = before
         link.assert_committed()
         link.join(version - 1)
@@ -244,7 +244,7 @@ def test_a_weight_that_is_wrong_but_does_not_change_is_noticed_when_its_turn_com
         if turn != wrong:
             assert not error
             link.updates[0].commit()
-    assert "weights that have not changed are others than those that the trainers sent" in error
+    assert "unchanged weights differ from the trainers' (CRC-32 mismatch)" in error
     assert not live.publication and live.turn == wrong + 1
     link.join(2)
     assert link.update(4, generation=2).changed == 1

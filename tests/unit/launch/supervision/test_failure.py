@@ -124,7 +124,7 @@ def test_a_refusal_is_told_once_and_is_final():
             "was killed by SIGKILL, as the kernel does when memory runs",
         ),
         ({"code": -signal.SIGTERM, "ended": "does not answer"}, "does not answer: it was ended; its last error: Value"),
-        ({"repeated": True}, "and at the same point; mend that, then resume=auto continues"),
+        ({"repeated": True}, "and at the same point; fix that, then resume=auto continues"),
     ],
 )
 def test_who_ended_a_process_and_why(changes, says):
