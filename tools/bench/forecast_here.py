@@ -1,13 +1,13 @@
-"""Runs on this machine beside what the simulator foretells of them, calibrated on other runs.
+"""Runs on this machine beside what the simulator predicts of them, calibrated on other runs.
 
 A part of tools/bench/forecast.py. Calibrated are the efficiencies (planning/forecast/calibration.py) on four runs
 that differ in what is to be told apart: `crowded` and `alone` have answers of 8 to 72 tokens, as many of each length,
 one at η = 3, the other at η = 0, where engine and trainer take turns; `spread` has answers of 4 to 229 tokens at η =
 3, few of them long, and smaller micro-batches; `brief` has answers of 4 to 16 tokens at η = 0. They have room for
-128, 48, 16 and 64 at once, by which a step of an engine is told from its answers' part in it. Foretold and measured
+128, 48, 16 and 64 at once, by which a step of an engine is told from its answers' part in it. Predicted and measured
 are the runs of tools/bench/asynchrony.py at η = 0, 1, 2, 4, 8 and `colocated`, and two other distributions of lengths
 at η = 4: `short` (12 to 24 tokens) and `two_kinds` (half 8, half 96). `E+T` has E engines and T trainer ranks, which
-share the cores, at η = 4: the last line says how fast the split is that is foretold to be the fastest, beside the
+share the cores, at η = 4: the last line says how fast the split is that is predicted to be the fastest, beside the
 fastest. What is compared is trained tokens/s between the same updates.
 
 Each repetition calibrates anew before its runs, so that a machine that becomes slower for an hour does not count as an
@@ -59,7 +59,7 @@ CALIBRATING = {
     "brief": ("brief", ["rollout.max_running=64", "rollout.max_staleness=0"]),
 }
 SPLITS = [(engines, ranks) for engines in (1, 2, 3) for ranks in (1, 2)]
-FORETOLD = {
+PREDICTED = {
     **{f"eta{eta}": ("long_tail", [f"rollout.max_staleness={eta}"]) for eta in (0, 1, 2, 4, 8)},
     "colocated": ("long_tail", VARIANTS["colocated"]),
     "short": ("short", ["rollout.max_staleness=4"]),
@@ -104,7 +104,7 @@ class InOrder(AnswerLengths):
         return prompt, np.full(count, tokens, dtype=np.int64)
 
 
-def foretold(config: Config, gpu: Accelerator, lengths: AnswerLengths) -> float:
+def predicted(config: Config, gpu: Accelerator, lengths: AnswerLengths) -> float:
     """Returns the trained tokens/s between the updates that asynchrony.measure looks at."""
     config, times = times_of(config, gpu)
     around = Circumstances(cores=len(os.sched_getaffinity(0)))
@@ -133,19 +133,19 @@ def calibrate(out: Path, repetition: int) -> Accelerator:
 
 @dataclass
 class Compared:
-    """A run that was measured and foretold, once a repetition, in trained tokens/s."""
+    """A run that was measured and predicted, once a repetition, in trained tokens/s."""
 
     measured: list[float] = field(default_factory=list)
-    foretold: list[float] = field(default_factory=list)
+    predicted: list[float] = field(default_factory=list)
 
     @property
     def errors(self) -> list[float]:
-        """By how much more was foretold, in shares of what was measured, in ascending order."""
-        return sorted(said / found - 1 for said, found in zip(self.foretold, self.measured, strict=True))
+        """By how much more was predicted, in shares of what was measured, in ascending order."""
+        return sorted(said / found - 1 for said, found in zip(self.predicted, self.measured, strict=True))
 
     def line(self, name: str) -> str:
-        found, said, errors = median(self.measured), median(self.foretold), self.errors
-        line = f"{name:<12}{found:>9,.0f} measured{said:>9,.0f} foretold{median(errors):>+7.0%}"
+        found, said, errors = median(self.measured), median(self.predicted), self.errors
+        line = f"{name:<12}{found:>9,.0f} measured{said:>9,.0f} predicted{median(errors):>+7.0%}"
         return line + (f" ({errors[0]:+.0%} to {errors[-1]:+.0%})" if len(errors) > 1 else "")
 
 
@@ -155,22 +155,22 @@ def compare(options: argparse.Namespace) -> None:
     texts = workloads()
     for name, text in texts.items():
         (out / f"{name}.jsonl").write_text(text, encoding="utf-8")
-    asked = [name for name in FORETOLD if any(fnmatch(name, pattern) for pattern in options.runs)]
+    asked = [name for name in PREDICTED if any(fnmatch(name, pattern) for pattern in options.runs)]
     report = {name: Compared() for name in asked}
     for repetition in range(1, options.repetitions + 1):
         gpu = calibrate(out, repetition)
         for name in asked:
-            workload, settings = FORETOLD[name]
+            workload, settings = PREDICTED[name]
             folder = out / f"{name}-{repetition}"
             run_to_its_end(folder, settings_of(out, workload, settings))
             report[name].measured.append(measure(folder)["tokens_per_s"])
             config = config_file.load(RunFolder(folder).config)
-            report[name].foretold.append(foretold(config, gpu, InOrder(texts[workload])))
+            report[name].predicted.append(predicted(config, gpu, InOrder(texts[workload])))
             print(report[name].line(name), flush=True)
         common.keep(options.json, {name: asdict(row) for name, row in report.items()})
     print("", *(row.line(name) for name, row in report.items()), sep="\n")
     splits = {name: report[name] for name in (f"{engines}+{ranks}" for engines, ranks in SPLITS) if name in report}
     if splits:
-        chosen = max(splits, key=lambda name: median(splits[name].foretold))
+        chosen = max(splits, key=lambda name: median(splits[name].predicted))
         reached = median(splits[chosen].measured) / max(median(row.measured) for row in splits.values())
-        print(f"foretold to be the fastest split: {chosen}, {reached:.0%} as fast as the fastest")
+        print(f"predicted to be the fastest split: {chosen}, {reached:.0%} as fast as the fastest")

@@ -11,7 +11,7 @@ from areal_megatron.controller.schedule import Schedule
 from areal_megatron.planning.forecast.lengths import LognormalLengths
 from tools.bench import forecast
 from tools.bench.common import ROOT
-from tools.bench.forecast_here import CALIBRATING, FORETOLD, Compared, InOrder, workloads
+from tools.bench.forecast_here import CALIBRATING, PREDICTED, Compared, InOrder, workloads
 
 
 def test_the_mean_is_that_of_the_papers_throughput():
@@ -65,17 +65,17 @@ def test_the_best_sizes_are_listed_with_what_they_ask_for_and_drawn(tmp_path, mo
 
 
 def test_errors_are_those_of_each_repetition():
-    """The machine becomes slower from one to the next, and what is foretold does too."""
-    row = Compared(measured=[100.0, 80.0, 50.0], foretold=[110.0, 72.0, 51.0])
+    """The machine becomes slower from one to the next, and what is predicted does too."""
+    row = Compared(measured=[100.0, 80.0, 50.0], predicted=[110.0, 72.0, 51.0])
     assert row.errors == pytest.approx([-0.1, 0.02, 0.1])
-    assert row.line("eta0").split() == ["eta0", "80", "measured", "72", "foretold", "+2%", "(-10%", "to", "+10%)"]
-    assert Compared([100.0], [95.0]).line("eta0").split() == ["eta0", "100", "measured", "95", "foretold", "-5%"]
+    assert row.line("eta0").split() == ["eta0", "80", "measured", "72", "predicted", "+2%", "(-10%", "to", "+10%)"]
+    assert Compared([100.0], [95.0]).line("eta0").split() == ["eta0", "100", "measured", "95", "predicted", "-5%"]
 
 
-def test_runs_are_foretold_of_workloads_that_nothing_was_calibrated_on():
+def test_runs_are_predicted_of_workloads_that_nothing_was_calibrated_on():
     texts = workloads()
-    calibrated, foretold = ({workload for workload, _ in runs.values()} for runs in (CALIBRATING, FORETOLD))
-    assert calibrated | foretold == texts.keys() and not calibrated & foretold
+    calibrated, predicted = ({workload for workload, _ in runs.values()} for runs in (CALIBRATING, PREDICTED))
+    assert calibrated | predicted == texts.keys() and not calibrated & predicted
     rows = [json.loads(line) for line in texts["short"].splitlines()]
     lengths = InOrder(texts["short"])
     for row in [*rows, rows[0]]:

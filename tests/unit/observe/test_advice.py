@@ -1,4 +1,4 @@
-"""Advice on the split of a run: known answers, and when there is none. How well it foretells: test_simulator.py."""
+"""Advice on the split of a run: known answers, and when there is none. How well it predicts: test_simulator.py."""
 
 from itertools import pairwise
 
@@ -96,16 +96,16 @@ shares = st.floats(0, 1)
 
 
 @given(st.floats(0.01, 1e5), shares, shares, shares, shares, st.integers(1, 200))
-def test_what_was_measured_is_foretold_and_more_never_takes_longer(seconds, wait, straggler, idle, full, engines):
+def test_what_was_measured_is_predicted_and_more_never_takes_longer(seconds, wait, straggler, idle, full, engines):
     found = balance(
         update_s=seconds, wait=seconds * wait, straggler=seconds * straggler, idle=idle, full=full, engines=engines
     )
     assert found.update_s_with(engines) == pytest.approx(seconds)
-    foretold = [found.update_s_with(n) for n in range(1, 2 * engines + 2)]
-    assert all(more <= fewer * (1 + 1e-9) for fewer, more in pairwise(foretold))
+    predicted = [found.update_s_with(n) for n in range(1, 2 * engines + 2)]
+    assert all(more <= fewer * (1 + 1e-9) for fewer, more in pairwise(predicted))
     assert found.update_s_with(engines, trainers=0.5) >= seconds * (1 - 1e-9)
     if (enough := found.enough_engines) is not None:
-        assert foretold[enough - 1] <= (1 + GAIN) * found.update_s_with(enough + max(1, enough // 8))
+        assert predicted[enough - 1] <= (1 + GAIN) * found.update_s_with(enough + max(1, enough // 8))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Foretold times against sums by hand, an engine against a loop over its steps, lengths against what was put in."""
+"""Predicted times against sums by hand, an engine against a loop over its steps, lengths against what was put in."""
 
 import json
 from dataclasses import replace

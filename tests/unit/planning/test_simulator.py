@@ -299,7 +299,7 @@ def measured(engines, eta, tokens_per_s, gpu=H100):
 @pytest.mark.parametrize(
     ("step_s", "request_s", "less"), [pytest.param(0.01, 6e-5, 0.025, marks=pytest.mark.soak), (0.008, 8e-5, 0.035)]
 )
-def test_advice_foretells_what_an_engine_more_or_less_does(step_s, request_s, less):
+def test_advice_predicts_what_an_engine_more_or_less_does(step_s, request_s, less):
     """What runs of 1 to 6 engines say of one more and of one less, beside runs with those: the time of an update. The
     more of a step each answer takes, the more it errs about one less, which leaves more answers to each engine."""
     gpu = replace(H100, efficiencies=replace(H100.efficiencies, step_s=step_s, request_s=request_s))
@@ -308,8 +308,8 @@ def test_advice_foretells_what_an_engine_more_or_less_does(step_s, request_s, le
         runs = {engines: measured(engines, eta, tokens_per_s, gpu)[0] for engines in range(1, 7)}
         for engines, step in product(runs, wrong):
             if other := runs.get(engines + step):
-                foretold = runs[engines].update_s_with(engines + step)
-                wrong[step].append(abs(foretold / other.update_s - 1))
+                predicted = runs[engines].update_s_with(engines + step)
+                wrong[step].append(abs(predicted / other.update_s - 1))
     assert len(wrong[1]) == len(wrong[-1]) == 50
     mean, most = ({step: figure(errors) for step, errors in wrong.items()} for figure in (fmean, max))
     print(f"an engine more: {mean[1]:.1%}, {most[1]:.1%} at most; less: {mean[-1]:.1%}, {most[-1]:.1%} at most")
