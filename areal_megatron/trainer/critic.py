@@ -28,7 +28,7 @@ from areal_megatron.trainer.learner import Learner, Steps
 from areal_megatron.trainer.model import ValueModel, build_model, tensors
 from areal_megatron.trainer.optimizer import ModelOptimizer
 from areal_megatron.trainer.parallel import Parallel
-from areal_megatron.trainer.token_sums import TokenSums
+from areal_megatron.trainer.token_sums import TokenSums, number_of
 
 MEANS = ("value_loss", "value_clip_share", "value_mean", "return_mean")
 """Reported as means over trained tokens."""
@@ -115,7 +115,7 @@ class Critic:
         loss = value_loss(current, before, returns, self._clip).sum().float()
         sums.add(
             {
-                "tokens": current.new_full((), len(current), dtype=torch.int64),
+                "tokens": number_of(current),
                 "value_loss": loss,
                 "value_clip_share": ((current - before).abs() > self._clip).sum(),
                 "value_mean": current.sum(),

@@ -27,7 +27,7 @@ from areal_megatron.trainer.logprobs import Vocabulary, likeliest
 from areal_megatron.trainer.model import PolicyModel, policy_of
 from areal_megatron.trainer.objective import trained_logprobs
 from areal_megatron.trainer.pipeline import Chunks
-from areal_megatron.trainer.token_sums import TokenSums
+from areal_megatron.trainer.token_sums import TokenSums, number_of
 
 Item = Sample | Pair
 
@@ -94,13 +94,13 @@ class FineTuning(Lesson):
     def loss(self, output: Tensor, own: Sequences, sums: TokenSums, *, held_out: bool) -> Tensor:
         microbatch = own.microbatch
         logprobs, _ = trained_logprobs(self._policy, self._vocabulary, output, microbatch)
-        loss, weight = -logprobs.sum(), _count(logprobs)
+        loss, weight = -logprobs.sum(), number_of(logprobs)
         if self._by_row:
             rows = cast(Sequence[Sample], own.items)
             shares = np.array([1 / item.row_tokens for item in rows], np.float32)
             weights = to_device(shares, logprobs.device)[own.members]
             loss, weight = -(weights * logprobs).sum(), weights.double().sum()
-        found = {"tokens": _count(logprobs), "loss": loss, "weight": weight}
+        found = {"tokens": number_of(logprobs), "loss": loss, "weight": weight}
         if held_out:  # costs the product with the output layer once more
             weight = self._policy.output_weight
             right = likeliest(output, weight, microbatch.rows, microbatch.labels, self._vocabulary).float()
@@ -197,9 +197,9 @@ def lesson_of(config: Config, chunks: Chunks, vocabulary: Vocabulary) -> Lesson:
 def _ranking(loss: Tensor, margins: Tensor, trained: Tensor) -> dict[str, Tensor]:
     margins = margins.detach()
     return {
-        "tokens": _count(trained),
+        "tokens": number_of(trained),
         "loss": loss,
-        "pairs": _count(margins),
+        "pairs": number_of(margins),
         "ranked": (margins > 0).sum(),
         "margin": margins.sum(),
     }
@@ -208,7 +208,3 @@ def _ranking(loss: Tensor, margins: Tensor, trained: Tensor) -> dict[str, Tensor
 def _ranked(totals: dict[str, float]) -> dict[str, float]:
     pairs = max(totals["pairs"], 1)
     return {"loss": totals["loss"] / pairs, "accuracy": totals["ranked"] / pairs, "margin": totals["margin"] / pairs}
-
-
-def _count(values: Tensor) -> Tensor:
-    return values.new_full((), len(values), dtype=torch.int64)

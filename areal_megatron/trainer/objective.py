@@ -20,7 +20,7 @@ from areal_megatron.ppo.penalty import PenaltyTokens, k3, penalised, penalty
 from areal_megatron.trainer.batch import MicroBatch, PPOMicroBatch
 from areal_megatron.trainer.logprobs import Vocabulary, token_logprobs
 from areal_megatron.trainer.model import PolicyModel
-from areal_megatron.trainer.token_sums import LEFT_OUT, TokenSums
+from areal_megatron.trainer.token_sums import LEFT_OUT, TokenSums, number_of
 
 
 class Objective:
@@ -98,7 +98,7 @@ class Objective:
         )
         sums.add(
             {
-                "tokens": _count(now),
+                "tokens": number_of(now),
                 "loss": loss,
                 **diagnosed,
                 "compared": comparable.sum(),
@@ -119,7 +119,7 @@ class Objective:
         """Returns the sum of the tokens' negative log-probabilities at temperature 1, as fine-tuning has it."""
         current = self.logprobs(hidden, sampled.microbatch, written=True)
         sampled.current, loss = current.detach(), -(sampled.weights * current).sum()
-        sums.add({"tokens": _count(current), "loss": loss}, {})
+        sums.add({"tokens": number_of(current), "loss": loss}, {})
         return loss
 
     def _proximal(self, sampled: PPOMicroBatch, now: Tensor, taken: int) -> Tensor:
@@ -149,10 +149,6 @@ def trained_logprobs(
     logprobs, entropies = token_logprobs(hidden, policy.output_weight, rows, labels, vocabulary, entropy=entropy)
     whole = microbatch.of_all_ranks
     return whole(logprobs), None if entropies is None else whole(entropies)
-
-
-def _count(values: Tensor) -> Tensor:
-    return values.new_full((), len(values), dtype=torch.int64)
 
 
 def _largest(values: Tensor) -> Tensor:

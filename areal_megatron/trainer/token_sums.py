@@ -56,3 +56,8 @@ def _reduced(values: dict[str, list[Tensor]], names: Sequence[str], reduce: Call
         columns = torch.stack([reduce(torch.stack(values[name]).double()) for name in known])
         reduced[[names.index(name) for name in known]] = columns.cpu()
     return reduced
+
+
+def number_of(values: Tensor) -> Tensor:
+    """Returns how many values there are, on their device."""
+    return values.new_full((), len(values), dtype=torch.int64)
