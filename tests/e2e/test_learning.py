@@ -1,5 +1,5 @@
-"""Learning, not luck: three seeds of the demo, the same run with rewards that say nothing, the demo in float16, with
-adapters, with both pools on one slot, and with models of other families."""
+"""Learning, not luck: three seeds of the demo, the same run with rewards that say nothing, answers of all lengths, the
+demo in float16, with adapters, with both pools on one slot, and with models of other families."""
 
 import json
 import re
@@ -19,6 +19,7 @@ from tests.conftest import ROOT
 from tests.support import bands
 from tests.support.controls import MARK
 from tools import demo
+from tools.bench import quality
 
 
 @pytest.mark.soak
@@ -56,6 +57,15 @@ def test_accuracy_rises_with_true_rewards_only(tmp_path, seed):
     assert before < 0.6 and after >= 0.9
     assert control_after - control_before < 0.05
     bands.check("demo", out / "rl")
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+def test_answers_of_all_lengths_are_learned(tmp_path):
+    base, task = tmp_path / "base", quality.TASKS["long-tail"]
+    quality.make_base(base, task)
+    quality.run_ours(tmp_path / "rl", base, task, lr="1e-4", seed=1, eta=4, overrides=[])
+    bands.check("long-tail", tmp_path / "rl")
 
 
 @pytest.mark.soak
