@@ -280,8 +280,8 @@ def test_an_engine_that_lies_about_its_version_gets_all(pools, claim):
         ("flip", "the checksum of the changes is wrong"),
         ("cut", "the changes are cut off"),
         ("shift", " are expected"),
-        ("count", "which cannot be"),
-        ("size", "which cannot be"),
+        ("count", "sends a malformed head"),
+        ("size", "sends a malformed head"),
     ],
 )
 def test_a_stream_that_is_wrong_leaves_the_weights_and_the_next_generation_alone(
