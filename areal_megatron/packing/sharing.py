@@ -159,8 +159,8 @@ def by_number(numbers: np.ndarray) -> list[list[int]]:
 
 def _families(trajectories: Sequence[Trajectory]) -> np.ndarray:
     """Returns int64 [n]: equal numbers for trajectories of one group with equal prompts, and equal routes there."""
-    # A trajectory has routes of some numbers a token, times its tokens. This is a multiple of the former, in a batch
-    # the number itself; as a multiple it only asks for more than the prefix to be equal.
+    # The length of routes is the experts of a token times the tokens. What divides all lengths is a multiple of the
+    # former, in a batch the number itself; as a multiple it only asks for more than the prefix to be equal.
     columns = int(np.gcd.reduce([len(t.routes) for t in trajectories])) if trajectories else 0
     found: dict[Any, list[tuple[int, np.ndarray]]] = {}
     families = np.arange(len(trajectories))
