@@ -466,10 +466,6 @@ class ReshardConfig:
     timeout_s: float = key(120.0, above=0)
     """Longest time for a version to reach an engine; a slower one keeps its old version."""
 
-    @property
-    def may_send_changes(self) -> bool:
-        return self.update != "full"
-
 
 @dataclass
 class CheckpointConfig:
@@ -781,6 +777,12 @@ class Config:
     def link(self) -> str:
         """reshard.link, where `auto` is decided: NCCL connects no two processes on one GPU."""
         return self.reshard.link if self.reshard.link != "auto" else "host" if self.shares_gpus else "device"
+
+    def may_send_changes(self, at_other_site: bool = False) -> bool:
+        """Whether trainers may send an engine only what has changed in a message. By `auto` they do not over NCCL,
+        which reaches no other site: a whole message arrives before its changes could be found."""
+        over_nccl = self.link == "device" and not self.machine.is_cpu and not at_other_site
+        return self.reshard.update == "delta" or (self.reshard.update == "auto" and not over_nccl)
 
     @property
     def optimizer_steps(self) -> int:

@@ -90,14 +90,16 @@ class EngineUpdates:
             self._generation += 1
             self._usable = True
         reshard = self._config.reshard
-        few = reshard.may_send_changes and self._changed <= FEW_CHANGES and not opens_generation
+        may_send_changes = self._config.may_send_changes(at_other_site=bool(self._engine.site))
+        few = may_send_changes and self._changed <= FEW_CHANGES and not opens_generation
         few_changes = reshard.staging == "streamed" and few
         generates = reshard.staging == "full" or few
         update = _Update(message.version, self._generation, message.store, opens_generation, generates)
         self._pending[update.generation, update.version] = update
         self._unfinished.append(update)
         self._updates.put_nowait(update)
-        return LinkRef(self._engine.index, self._generation, trial, few_changes, self._engine.site)
+        index, generation, site = self._engine.index, self._generation, self._engine.site
+        return LinkRef(index, generation, trial, may_send_changes, few_changes, site)
 
     def delivered(self, message: Delivered) -> None:
         update = self._pending.pop((message.generation, message.version), None)
@@ -149,6 +151,7 @@ class EngineUpdates:
                     generation=update.generation,
                     store=update.store,
                     hf_config=self._hf_config,
+                    at_other_site=bool(self._engine.site),
                 )
             )
         start = None

@@ -87,7 +87,12 @@ class NodePart:
 
 
 def server_command(
-    config: Config, host: str, port: int, part: NodePart = NodePart(), named: Sequence[Named] = ()
+    config: Config,
+    host: str,
+    port: int,
+    part: NodePart = NodePart(),
+    named: Sequence[Named] = (),
+    at_other_site: bool = False,
 ) -> list[str]:
     """Returns vLLM's command line for an engine, or its first part, that listens on host and port. `named`: adapters in
     files that it serves beside the trainers', if it gets one from them."""
@@ -109,13 +114,15 @@ def server_command(
     command += ["--middleware", "areal_megatron.engine.middleware.CommitRoute"]
     command += ["--middleware", "areal_megatron.engine.guard.TokenGuard"]  # the last is outermost
     command += ["--enable-scale-out", "--disable-uvicorn-access-log"]
-    return command + engine_arguments(config, named) + part.arguments
+    return command + engine_arguments(config, named, at_other_site) + part.arguments
 
 
-def headless_command(config: Config, part: NodePart, named: Sequence[Named] = ()) -> list[str]:
+def headless_command(
+    config: Config, part: NodePart, named: Sequence[Named] = (), at_other_site: bool = False
+) -> list[str]:
     """Returns the command line for a part that serves no requests."""
     command = [sys.executable, "-m", "areal_megatron.engine.headless", _model(config), "--headless"]
-    return command + engine_arguments(config, named) + part.arguments
+    return command + engine_arguments(config, named, at_other_site) + part.arguments
 
 
 def _model(config: Config) -> str:
@@ -127,7 +134,7 @@ def passed_through(config: Config) -> list[str]:
     return [PASSED_THROUGH, json.dumps(config.rollout.vllm)] if config.rollout.vllm else []
 
 
-def engine_arguments(config: Config, named: Sequence[Named] = ()) -> list[str]:
+def engine_arguments(config: Config, named: Sequence[Named] = (), at_other_site: bool = False) -> list[str]:
     """Returns the options of vLLM's command line that are ours to set, of each part of an engine."""
     rollout, hf_config = config.rollout, read_config(config.model.path)
     command = ["--dtype", config.model.dtype, "--tensor-parallel-size", str(rollout.tp)]
@@ -135,7 +142,7 @@ def engine_arguments(config: Config, named: Sequence[Named] = ()) -> list[str]:
     command += ["--max-model-len", str(config.longest_in_engine)]
     command += ["--max-num-seqs", str(rollout.max_running), "--seed", str(config.seed)]
     backend = {"full": "areal", "streamed": "areal-streamed"}[config.reshard.staging]
-    if backend == "areal-streamed" and config.reshard.may_send_changes:
+    if backend == "areal-streamed" and config.may_send_changes(at_other_site):
         backend = "areal-changes"
     command += ["--weight-transfer-config", json.dumps({"backend": backend})]
     command += ["--worker-extension-cls", "areal_megatron.reshard.receive.ReceiverExtension"]
@@ -305,7 +312,7 @@ def main() -> None:
     named = adapters.read(os.environ.get(ADAPTERS, ""))
     if number:
         part = NodePart(number, parts, run.endpoint(os.environ[RENDEZVOUS], config.machine.peer_timeout_s))
-        command = headless_command(config, part, named)
+        command = headless_command(config, part, named, bool(site))
     else:
         port, _reservations = reserve_ports(host, *((site.port, 1 + config.rollout.tp) if site else (0, 1)))
         site = site and site._replace(port=port)
@@ -314,7 +321,7 @@ def main() -> None:
             master_port, _master_reservation = reserve_port(host)
             part = NodePart(0, parts, f"{host}:{master_port}")
             run.announce(os.environ[RENDEZVOUS], part.master)
-        command = server_command(config, host, port, part, named)
+        command = server_command(config, host, port, part, named, bool(site))
         run.announce(engine_name(index), url(site.host, port, "https") if site else url(host, port))
     command += memory_arguments(os.environ) + passed_through(config)
     gpu_settings.set_defaults()

@@ -203,9 +203,8 @@ class TrainerRank:
         """
         return connect(self.store, self.reshard.timeout_s).compare_set("incarnation", "", secrets.token_hex(8)).decode()
 
-    def choice(self, engine: int, link: Link) -> Choice:
-        is_plain = self.reshard.update == "auto" and link.carrier.outruns_looks
-        update = "full" if is_plain else self.reshard.update
+    def choice(self, engine: int, update: str) -> Choice:
+        """Returns what is known of an engine that gets weights by `update` (reshard.update)."""
         return self.choices.setdefault((engine, update), Choice(update))
 
 
@@ -214,6 +213,8 @@ class Outlet:
 
     def __init__(self, trainer: TrainerRank, link: LinkRef):
         self.trainer, self.engine, self.generation, self._site = trainer, link.engine, link.generation, link.site
+        self.update = trainer.reshard.update if link.may_send_changes else "full"
+        self.may_send_changes = self.update != "full"
         self.key = link.engine, link.generation
         self.updates = 0
         self.given_up = ""
@@ -237,7 +238,7 @@ class Outlet:
     @cached_property
     def groups(self) -> list[list[int]]:
         """The numbers of `buckets` in the order of an update."""
-        return self.plan.groups(self.buckets, self.trainer.reshard.may_send_changes)
+        return self.plan.groups(self.buckets, self.may_send_changes)
 
     @cached_property
     def members(self) -> Members:
@@ -462,7 +463,7 @@ class Transmission:
         ready = {f"ready/{n}/{rank}": f"engine rank {rank} to start update {n}" for rank in ranks}
         said = [link.decode(s, EngineReady) for s in link.wait(ready, self.deadline, update=n, stop=self._stop)]
         for rank, one in enumerate(said):
-            if one.plan != outlet.plan.order(trainer.reshard.may_send_changes):
+            if one.plan != outlet.plan.order(outlet.may_send_changes):
                 raise LinkError(
                     f"{link.name}: engine rank {rank} follows another plan; do trainers and engines run "
                     "the same release, with the same model, sizes and settings?"
@@ -522,7 +523,7 @@ class _Sending:
         self._update, self._link = update, link
         self._outlet, self._trainer = update.outlet, update.outlet.trainer
         self._parcels = self._outlet.parcels(update.parameters)
-        self._choice = self._trainer.choice(self._outlet.engine, link)
+        self._choice = self._trainer.choice(self._outlet.engine, self._outlet.update)
         self._looks_at = [update.few_changes or self._choice.looks_at(parcel.elements) for parcel in self._parcels]
         self._to_check = {n for n, b in enumerate(self._outlet.buckets) if ready[b.destination].to_check == b.name}
         has = [one.has for one in ready]

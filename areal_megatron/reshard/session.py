@@ -56,6 +56,8 @@ class LinkRef(msgspec.Struct, frozen=True):
     generation: int
     trial: bool = False
     """Weights did not reach the engine lately: no optimizer step waits for it."""
+    may_send_changes: bool = True
+    """Whether reshard.update applies; else the engine gets whole messages (Config.may_send_changes)."""
     few_changes: bool = False
     """The engine generates until all has arrived, for which it has little room."""
     site: str = ""
@@ -102,7 +104,13 @@ class LinkInfo:
 
 
 def init_body(
-    *, config: Config, engine: int, generation: int, store: str, hf_config: Mapping[str, Any]
+    *,
+    config: Config,
+    engine: int,
+    generation: int,
+    store: str,
+    hf_config: Mapping[str, Any],
+    at_other_site: bool = False,
 ) -> dict[str, Any]:
     """Returns the body that has engine number `engine` join a new generation of its link at `store` (host:port)."""
     adapter = served(config, hf_config)
@@ -118,7 +126,7 @@ def init_body(
         bucket_elements=largest_bucket(not config.machine.is_cpu),
         engines=config.rollout.engines,
         link=config.link,
-        may_send_changes=config.reshard.may_send_changes,
+        may_send_changes=config.may_send_changes(at_other_site),
         adapter=adapter and adapter.told,
     )
     return {"init_info": asdict(info)}

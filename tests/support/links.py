@@ -44,6 +44,7 @@ class Pools:
         compress=None,
         credentials=None,
         trainer_credentials=None,
+        may_send_changes=True,
     ):
         """`credentials`: of a run whose engine is at another site; the trainers may have others."""
         self.dtype = dtype
@@ -51,7 +52,8 @@ class Pools:
         self.store, self.delivered = open_store(), queue.Queue()
         self._address = f"127.0.0.1:{self.store.port}"
         self.planner = Planner(config, self.sizes, EngineSizes(tp=tp), BUCKET)
-        self._link, self._timeout_s, self._update = link, timeout_s, update
+        self._link, self._timeout_s = link, timeout_s
+        self._may_send_changes = may_send_changes and update != "full"
         shards = [megatron_shard(tensors, config, self.sizes, rank) for rank in range(self.sizes.ranks)]
         self._sent = sent = [
             {
@@ -112,7 +114,7 @@ class Pools:
             timeout_s=self._timeout_s,
             bucket_elements=BUCKET,
             link=self._link,
-            may_send_changes=self._update != "full",
+            may_send_changes=self._may_send_changes,
         )
         for inlet in self.inlets:
             inlet.end()
@@ -131,8 +133,9 @@ class Pools:
                 held[name].copy_(tensor)
 
     def publish(self, version, generation=1, few_changes=False):
+        how = {"may_send_changes": self._may_send_changes, "few_changes": few_changes}
         for publisher in self.publishers:
-            publisher.publish(version, [LinkRef(0, generation, few_changes=few_changes, site=self._site)])
+            publisher.publish(version, [LinkRef(0, generation, site=self._site, **how)])
 
     def deliver(self, version, generation=1, few_changes=False):
         """Sends a version; returns what arrived, and why it did not, or ""."""

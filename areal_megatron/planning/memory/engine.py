@@ -141,7 +141,7 @@ def _staging(layout: Layout, element: int, config: Config, on_cuda: bool) -> int
     everything = sum(sizes.values())
     if config.reshard.staging != "streamed":
         return everything
-    changes = int(everything * ROOM) if config.reshard.may_send_changes else 0
+    changes = int(everything * ROOM) if config.may_send_changes() else 0
     units: Counter[int | str] = Counter()
     for name, size in sizes.items():
         if not numbers(name):

@@ -130,9 +130,6 @@ class Carrier(ABC):
 
     most_under_way: float = inf
     """How many messages of one queue may be on their way."""
-    outruns_looks: bool = False
-    """Whether a whole message arrives sooner than what has changed in it could be found: then `reshard.update=auto`
-    sends nothing else, and trainers keep no copy of it."""
     group: Any = None
 
     def __init__(self, end: LinkEnd):

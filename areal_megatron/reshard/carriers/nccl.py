@@ -55,7 +55,6 @@ class Nccl(Carrier):
     """A communicator of the link's own."""
 
     most_under_way = 1
-    outruns_looks = True
     _over = False
 
     def __init__(self, end: LinkEnd):

@@ -204,7 +204,7 @@ def test_states_of_experts_are_sharded_over_their_own_replicas(built):
 
 @pytest.mark.parametrize(
     ("name", "tp", "streamed", "update"),
-    [*product(HF, (1, 4, 8), (False, True), ["full"]), *product(HF, [8], [True], ["auto"])],
+    [*product(HF, (1, 4, 8), (False, True), ["full"]), *product(HF, [8], [True], ["auto", "delta"])],
 )
 def test_engine_weights_and_staging(built, name, tp, streamed, update):
     staging = "streamed" if streamed else "full"
@@ -217,7 +217,7 @@ def test_engine_weights_and_staging(built, name, tp, streamed, update):
     assert plan.of("weights") == 2 * sum(p.numel() for p in parameters.values())
     assert plan.of("weights") == pytest.approx(2 * sum(built[name].values()) / tp, rel=0.02)
     kind = Streamed if streamed else Full
-    assert plan.of("staging") == kind.reserve(parameters, ROOM if update == "auto" else 0).nbytes
+    assert plan.of("staging") == kind.reserve(parameters, ROOM if update == "delta" else 0).nbytes
 
 
 def test_engines_stage_adapters_alone():

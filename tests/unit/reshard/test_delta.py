@@ -2,17 +2,16 @@
 
 import random
 import threading
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import product
 
 import numpy as np
 import pytest
 import torch
 
+from areal_megatron.config import Config, MachineConfig, ReshardConfig
 from areal_megatron.models.architecture import read_config
-from areal_megatron.reshard.carriers.nccl import Nccl
 from areal_megatron.reshard.carriers.streams import Stream
-from areal_megatron.reshard.carriers.tcp import Tcp
 from areal_megatron.reshard.changes import bits, decode, zstd
 from areal_megatron.reshard.copies import bind, pack, unpack
 from areal_megatron.reshard.edits import Places
@@ -429,10 +428,13 @@ def looks(monkeypatch):
     return found
 
 
+def over_nccl(update):
+    return Config(machine=MachineConfig(device="cuda"), reshard=ReshardConfig(update=update, staging="streamed"))
+
+
 def test_auto_keeps_and_compares_nothing_over_a_fast_link(pools, monkeypatch, looks):
-    monkeypatch.setattr(Tcp, "outruns_looks", True)
     monkeypatch.setattr(Choice, "measured", lambda self, size, seconds, whole=Choice.measured: whole(self, size, 1.0))
-    link = pools(sizes={"tp": 2}, tp=1, update="auto")
+    link = pools(sizes={"tp": 2}, tp=1, update="auto", may_send_changes=over_nccl("auto").may_send_changes())
     sent = []
     for version in range(1, 5):
         sent.append(link.update(version).bytes)
@@ -440,12 +442,24 @@ def test_auto_keeps_and_compares_nothing_over_a_fast_link(pools, monkeypatch, lo
         link.train(stepped(link.tensors, 0.01, seed=version))
     assert len(set(sent)) == 1 and not looks
     assert [publisher._trainer.published.size for publisher in link.publishers] == [0, 0]
-    assert Nccl.outruns_looks
+
+
+def test_an_engine_has_room_for_changes_where_trainers_may_send_it_some():
+    auto, delta = over_nccl("auto"), over_nccl("delta")
+    through_host = replace(auto, reshard=replace(auto.reshard, link="host"))
+    on_cpu = replace(auto, machine=MachineConfig(device="cpu"))
+    for config, own_site, other_site in [
+        (auto, False, True),
+        (delta, True, True),
+        (through_host, True, True),
+        (on_cpu, True, True),
+        (over_nccl("full"), False, False),
+    ]:
+        assert [config.may_send_changes(at_other_site) for at_other_site in (False, True)] == [own_site, other_site]
 
 
 def test_delta_sends_changes_over_a_fast_link(pools, monkeypatch, looks):
-    monkeypatch.setattr(Tcp, "outruns_looks", True)
-    link = pools(sizes={"tp": 2}, tp=1, update="delta")
+    link = pools(sizes={"tp": 2}, tp=1, update="delta", may_send_changes=over_nccl("delta").may_send_changes())
     whole = link.update(1).bytes
     link.train(stepped(link.tensors, 0.01, seed=1))
     assert link.update(2).bytes < whole / 10 and looks

@@ -136,6 +136,13 @@ def test_an_engine_on_one_node_is_told_nothing_of_parts(tmp_path):
     assert "--nnodes" not in server_command(config("cuda", 2), "10.0.0.1", 80)
 
 
+def test_an_engine_has_room_for_changes_only_where_it_may_get_some():
+    asked = config("cuda", 1)
+    asked.reshard.staging = "streamed"
+    for at_other_site, backend in ((False, "areal-streamed"), (True, "areal-changes")):
+        assert f'{{"backend": "{backend}"}}' in server_command(asked, "10.0.0.1", 80, at_other_site=at_other_site)
+
+
 def test_engines_return_the_experts_they_chose_where_that_is_asked_for(tmp_path):
     asked = config("cuda", 2)
     before = server_command(asked, "10.0.0.1", 80), server_environment(asked, RunFolder(tmp_path), [0])
