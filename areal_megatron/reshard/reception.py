@@ -132,8 +132,10 @@ class Reception:
         """Known when the trainers have said what they send."""
         self._bytes = self._elements = 0
         """What was received: bytes, and elements that changed or came in whole messages."""
-        before = after._thread if after else None
-        self._thread = threading.Thread(target=self._run, args=(before,), name=f"receive-{self._number}", daemon=True)
+        self._writing = threading.Lock()
+        self._may_write = False
+        """Whether this update has begun to write into staging; kept under `_writing`."""
+        self._thread = threading.Thread(target=self._run, args=(after,), name=f"receive-{self._number}", daemon=True)
         self._thread.start()
 
     def abandon(self) -> None:
@@ -169,14 +171,22 @@ class Reception:
         settle(shard.staging.device)
         shard.live.publication = self._publication
 
-    def _run(self, before: threading.Thread | None) -> None:
+    def _leaves_staging(self, deadline: Deadline) -> bool:
+        """Returns whether this update, which has a successor, writes nothing any more. What it waits for before it
+        writes may never end: NCCL connects to a node that is gone until TCP gives up."""
+        with self._writing:
+            self.abandoned = True
+            if not self._may_write:
+                return True
+        self._thread.join(deadline.left.total_seconds())
+        return not self._thread.is_alive()
+
+    def _run(self, before: Reception | None) -> None:
         inlet = self._inlet
         try:
             link = inlet.joined(self._deadline)
-            if before is not None:
-                before.join(self._deadline.left.total_seconds())
-                if before.is_alive():
-                    raise LinkError(f"{inlet.name}: an abandoned update still holds staging")
+            if before is not None and not before._leaves_staging(self._deadline):
+                raise LinkError(f"{inlet.name}: an abandoned update still holds staging")
             self._receive(link)
             self._error = ""
             elements = sum(arrival.bucket.elements for arrival in inlet.arrivals)
@@ -208,6 +218,9 @@ class Reception:
             raise LinkError(f"the trainers send several versions: {', '.join(sorted(map(str, publications)))}")
         self._publication = publications.pop()
         link.meet(self._deadline, update=n, stop=self._stop)
+        with self._writing:
+            self._stop()
+            self._may_write = True
         with link.stream():
             for group in inlet.groups:
                 in_group = [arrivals[number] for number in group]

@@ -45,6 +45,8 @@ class RecordedNccl:
     """How long an abort takes."""
     takes_s = 0.002
     """How long a message takes."""
+    connecting = None
+    """An event that must come before a communicator connects."""
 
     class Options:
         def __init__(self):
@@ -59,6 +61,8 @@ class RecordedNccl:
         self.made.append(self)
 
     def eager_connect_single_device(self, device):
+        if self.connecting is not None:
+            assert self.connecting.wait(30)
         if self.rank == 0:
             self.store.set("0", bytes(range(128)))
         else:
@@ -185,6 +189,30 @@ def test_a_message_whose_receive_is_never_posted_is_not_sent_and_ends_with_its_l
     assert not trainer.under_way and update.thread.is_alive()
     link.publishers[0].give_up(0, 1)
     assert until(lambda: not update.thread.is_alive()) < 1
+
+
+def test_the_next_update_does_not_wait_for_one_that_was_given_up_while_its_link_connected(pools, nccl):
+    """As NCCL does for minutes once a node is gone that it connects to."""
+    link = pools(sizes={}, tp=1, timeout_s=30.0)
+    connecting = dist.ProcessGroupNCCL.connecting = threading.Event()
+    link.join(1)
+    link.start()
+    link.publish(1)
+    until(lambda: len(nccl) == 2)
+    (stuck,) = link.updates
+    link.publishers[0].give_up(0, 1)
+    stuck.abandon()
+    *_, error = link.delivered.get(timeout=10)
+    assert error
+    dist.ProcessGroupNCCL.connecting = None
+    link.join(2)
+    link.update(2, generation=2)
+    held = {name: parameter.clone() for name, parameter in link.held[0].items()}
+    assert stuck._thread.is_alive()
+    connecting.set()
+    until(lambda: not stuck._thread.is_alive())
+    assert all(torch.equal(parameter, held[name]) for name, parameter in link.held[0].items())
+    link.assert_committed()
 
 
 def test_an_abandoned_update_ends_at_once(pools, nccl):
