@@ -6,7 +6,8 @@ before it gets to the message for which everybody waits. So
 
 - a rank has one message of a link on its way at most, and posts the next when it has seen that one arrive;
 - a trainer rank posts a message once the engine rank has posted its receive, which it says over TCP (tcp.py). Meanwhile
-  the message takes nothing of the trainer's GPU.
+  the message takes nothing of the trainer's GPU;
+- of all its links together a rank sends eight messages at once: each takes up to four blocks of the GPU from training.
 
 NCCL connects two members inside their first call for each other, which returns once both have made it. So a pair first
 exchanges one element, of which the engine rank says that it is about to post the receive. NCCL takes so little off the
@@ -46,6 +47,10 @@ _POSTED = torch.empty(0)
 _settings = threading.Lock()
 _BLOCKS = 2, 4
 """The fewest and the most thread blocks of a message on the GPU, which its computation lacks for so long."""
+_sends = threading.Semaphore(8)
+"""How many messages a rank may send at once, of all its links."""
+_ENTER_S = 0.1
+"""The longest pause between two looks whether a message that waits for this was given up."""
 _LOOK_S = 0.0001, 0.001
 """The pause between two looks whether a message on the GPU has arrived: the first, and the longest, to which it grows.
 A rank has a thread for each of its links, and none of them can look while another thread launches training's work."""
@@ -61,6 +66,8 @@ class Nccl(Carrier):
         super().__init__(end)
         self._posted = Tcp(end)
         self._connected: set[int] = set()
+        self._entered: list[None] = []
+        """Has an element while a message of this link is one of `_sends`."""
 
     @property
     def library(self) -> str:
@@ -100,7 +107,22 @@ class Nccl(Carrier):
             self.wait(self._live().send([self._one()], peer, tag), deadline)
             self._connected.add(peer)
         self._posted.wait(self._posted.receive(_POSTED, peer, tag), deadline)
-        return self._live().send([flat], peer, tag)
+        self._enter(deadline)
+        try:
+            return self._live().send([flat], peer, tag)
+        except RuntimeError:
+            self._leave()
+            raise
+
+    def _enter(self, deadline: Deadline) -> None:
+        while not _sends.acquire(timeout=_ENTER_S):
+            _check(deadline)
+        self._entered.append(None)
+
+    def _leave(self) -> None:
+        with contextlib.suppress(IndexError):  # it has left, or receives
+            self._entered.pop()
+            _sends.release()
 
     def receive(self, flat: Tensor, peer: int, tag: int) -> dist.Work:
         deadline = Deadline(self.end.timeout_s)
@@ -125,12 +147,14 @@ class Nccl(Carrier):
         # torch's wait puts one into the GPU's queues first, which holds up what comes after it there until the message
         # has arrived; and at its timeout it would end the communicator itself, which may take long.
         pause, longest = _LOOK_S
-        while not work.is_completed():
-            if deadline.passed:
-                raise RuntimeError(f"not over by the deadline of {deadline.timeout_s:.0f} s, or given up before")
-            time.sleep(pause)
-            pause = min(2 * pause, longest)
-        work.wait(deadline.left)
+        try:
+            while not work.is_completed():
+                _check(deadline)
+                time.sleep(pause)
+                pause = min(2 * pause, longest)
+            work.wait(deadline.left)
+        finally:
+            self._leave()
 
     def abort(self) -> None:
         """Ends the group in the background: NCCL waits for the GPU and for threads of its own, and the group's
@@ -138,11 +162,17 @@ class Nccl(Carrier):
         self._over = True
         self._posted.abort()
         held, self.group = [self.group], None
+        self._leave()
         if held[0]:
             threading.Thread(target=_end, args=(held,), name=f"end-{self.end.name}", daemon=True).start()
 
     def close(self) -> None:
         self._posted.close()
+
+
+def _check(deadline: Deadline) -> None:
+    if deadline.passed:
+        raise RuntimeError(f"not over by the deadline of {deadline.timeout_s:.0f} s, or given up before")
 
 
 def _end(held: list[dist.ProcessGroupNCCL]) -> None:

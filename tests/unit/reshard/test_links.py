@@ -264,6 +264,80 @@ def test_a_thread_that_waits_for_a_message_seldom_wakes_up(pools, nccl):
     assert 20 < max(looks) <= 60
 
 
+class ManyLinks:
+    """Stands for the groups of all links of a trainer rank, to engines that have posted their receives."""
+
+    def __init__(self, links):
+        end = LinkEnd(0, 1, "127.0.0.1:1", torch.device("cpu"), 30.0)
+        self.carriers = [carriers.Nccl(end) for _ in range(links)]
+        self.under_way, self.most, self.hang, self.lock = 0, 0, False, threading.Lock()
+        for carrier in self.carriers:
+            carrier.group, carrier._connected = self, {1}
+            carrier._posted = SimpleNamespace(
+                receive=lambda *_: None, wait=lambda *_: None, abort=lambda: None, close=lambda: None
+            )
+
+    def send(self, tensors, peer, tag):
+        with self.lock:
+            self.under_way += 1
+            self.most = max(self.most, self.under_way)
+        return ManyWork(self, inf if self.hang else time.monotonic() + 0.005)
+
+    def abort(self):
+        pass
+
+
+class ManyWork:
+    def __init__(self, links, ready):
+        self._links, self._ready = links, ready
+
+    def is_completed(self):
+        return time.monotonic() >= self._ready
+
+    def wait(self, timeout):
+        with self._links.lock:
+            self._links.under_way -= 1
+
+
+def sending(carrier, deadline, messages=5):
+    def run():
+        for tag in range(messages):
+            carrier.wait(carrier.send(torch.zeros(1), 1, tag, deadline), deadline)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_a_rank_with_many_links_sends_eight_messages_at_a_time():
+    links = ManyLinks(24)
+    for thread in [sending(carrier, Deadline(30.0)) for carrier in links.carriers]:
+        thread.join(30)
+        assert not thread.is_alive()
+    assert links.most == 8 and links.under_way == 0
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("how", ["abort", "deadline"])
+def test_messages_that_never_arrive_hold_up_those_of_other_links_until_they_are_given_up(how):
+    links, deadline = ManyLinks(9), Deadline(30.0)
+    links.hang = True
+    *stuck, carrier = links.carriers
+    for each in stuck:
+        sending(each, deadline)
+    until(lambda: links.under_way == 8)
+    links.hang = False
+    thread = sending(carrier, Deadline(30.0))
+    time.sleep(0.05)
+    assert links.under_way == 8 and thread.is_alive()
+    if how == "abort":
+        stuck[0].abort()
+    else:
+        deadline.expire()
+    assert until(lambda: not thread.is_alive()) < 1
+    deadline.expire()
+
+
 def test_a_link_over_nccl_has_one_communicator_on_each_rank(pools, nccl):
     link = pools(sizes={"tp": 2, "pp": 2}, tp=2)
     link.join(1)
