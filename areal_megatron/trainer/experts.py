@@ -1,5 +1,6 @@
 """The experts of a layer without TransformerEngine: one product for all of them where torch has a kernel for that, one
-after another elsewhere. Both have the parameters of Megatron's SequentialMLP, and so its checkpoints and layouts."""
+after another elsewhere. Both have the parameters of Megatron's SequentialMLP, and so its checkpoints and layouts. And
+the order in which tokens come to them."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
 from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_utils import permute as _permute
 from torch import Tensor
 from torch.nn import ModuleList
 
@@ -20,6 +22,28 @@ from areal_megatron.trainer.made_again import made_again
 
 _ALIGNED = 16
 """Rows of matrices must begin at multiples of this number of bytes for torch to multiply groups of them."""
+
+
+def permute(
+    tokens: Tensor,
+    routing_map: Tensor,
+    probs: Tensor | None = None,
+    num_out_tokens: Any = None,
+    fused: bool = False,
+    drop_and_pad: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Returns the tokens in the order of their experts, their probabilities, and which tokens they are, in the place of
+    Megatron's function.
+
+    tokens [tokens, hidden], routing_map bool [tokens, experts], probs [tokens, experts]. Where num_out_tokens is an
+    int, as it is unless tokens are dropped, nothing waits for the device; Megatron's waits twice.
+    """
+    if fused or drop_and_pad or not isinstance(num_out_tokens, int):
+        return _permute(tokens, routing_map, probs, num_out_tokens, fused, drop_and_pad)
+    chosen = torch.nonzero_static(routing_map.bool().T.flatten(), size=num_out_tokens).squeeze(1)
+    rows = chosen % len(tokens)
+    permuted = None if probs is None else probs.T.flatten().index_select(0, chosen)
+    return tokens.index_select(0, rows), permuted, rows
 
 
 class Experts(SequentialMLP):

@@ -15,6 +15,7 @@ from megatron.core.utils import local_multi_tensor_l2_norm
 from torch import Tensor
 
 from areal_megatron.process.patching import patch
+from areal_megatron.trainer.experts import permute
 from areal_megatron.trainer.host_optimizer import HostOptimizer
 
 
@@ -35,6 +36,8 @@ def apply() -> None:
         patch(clip_grads, "l2_norm_impl", _norm)
     for of in ("megatron.core.optimizer", "megatron.core.optimizer.distrib_optimizer"):
         patch(sys.modules[of], "HybridDeviceOptimizer", HostOptimizer)
+    # Megatron's waits twice for the device.
+    patch(sys.modules["megatron.core.transformer.moe.token_dispatcher"], "permute", permute)
     # It would advise CUDA_DEVICE_MAX_CONNECTIONS=1, which run/gpu_settings.py refuses.
     patch(layers.linear_with_grad_accumulation_and_async_allreduce, "warned", True)
 

@@ -69,7 +69,6 @@ REASONS = {
     "areal_megatron/trainer/ppo.py": "what the probe found is sent to the controller, once a batch",
     "areal_megatron/trainer/update_size.py": "metrics, once a batch",
     "megatron/core/optimizer/clip_grads.py": "whether to take the step, and to clip: once a step",
-    "megatron/core/transformer/moe/moe_utils.py": "Megatron's permutation without TransformerEngine",
     "megatron/core/transformer/moe/token_dispatcher.py": "how many tokens go to each expert decides the shapes",
 }
 """Why the host has to wait in a file."""

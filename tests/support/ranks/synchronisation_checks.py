@@ -23,10 +23,7 @@ PPO = {
     ),
     "sequences": PPOConfig(minibatches=2, algorithm="gspo"),
 }
-IN_EVERY_LAYER_OF_EXPERTS = {
-    "megatron/core/transformer/moe/moe_utils.py",
-    "megatron/core/transformer/moe/token_dispatcher.py",
-}
+IN_EVERY_LAYER_OF_EXPERTS = {"megatron/core/transformer/moe/token_dispatcher.py"}
 
 
 def check_waits(folder: Path, rank: int, model: str, ppo: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from areal_megatron.trainer.experts import _Products, stacked
+from areal_megatron.trainer.experts import _Products, permute, stacked
 
 COUNTS = [[3, 0, 5, 1], [0, 0, 0, 7], [2, 2, 2, 2]]
 
@@ -56,3 +56,51 @@ def test_products_are_those_of_a_loop_on_cuda(counts):
         results.append([out, *torch.autograd.grad(out, (rows, *matrices), gradient)])
     for found, expected in zip(*results, strict=True):
         torch.testing.assert_close(found.float(), expected.float(), atol=0.25, rtol=0.02)
+
+
+def chosen_tokens(count, experts, k):
+    """Probabilities [count, experts] of the k experts that each token chose, 0 of the others."""
+    probs = torch.rand(count, experts, dtype=torch.double)
+    chosen = torch.zeros_like(probs, dtype=torch.bool).scatter(1, probs.topk(k).indices, True)
+    return chosen, (probs * chosen).requires_grad_()
+
+
+@pytest.mark.parametrize(("count", "experts", "k"), [(50, 8, 2), (1, 4, 4), (0, 4, 2), (30, 4, 1)])
+def test_tokens_come_in_the_order_of_their_experts(count, experts, k):
+    torch.manual_seed(count)
+    chosen, probs = chosen_tokens(count, experts, k)
+    tokens = torch.randn(count, 3, dtype=torch.double, requires_grad=True)
+    wanted = [token for expert in range(experts) for token in range(count) if chosen[token, expert]]
+    weights = [probs[token, expert] for expert in range(experts) for token in range(count) if chosen[token, expert]]
+    rows, permuted, order = permute(tokens, chosen, probs, num_out_tokens=count * k)
+    assert order.tolist() == wanted and permuted.tolist() == [float(weight) for weight in weights]
+    assert torch.equal(rows, tokens[wanted])
+    if count:
+        torch.autograd.gradcheck(lambda *a: permute(a[0], chosen, a[1], num_out_tokens=count * k)[:2], (tokens, probs))
+    without, none, _ = permute(tokens, chosen, num_out_tokens=count * k)
+    assert torch.equal(without, rows) and none is None
+
+
+def test_a_number_of_rows_that_the_host_does_not_know_is_left_to_megatron():
+    torch.manual_seed(0)
+    chosen, probs = chosen_tokens(20, 4, 2)
+    chosen[3] = False  # dropped
+    tokens = torch.randn(20, 3, dtype=torch.double)
+    rows, permuted, order = permute(tokens, chosen, probs, num_out_tokens=chosen.sum())
+    assert len(rows) == len(permuted) == 38 and 3 not in order
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_tokens_are_put_in_order_on_cuda_without_waiting():
+    chosen, probs = chosen_tokens(500, 16, 3)
+    tokens = torch.randn(500, 8, dtype=torch.double)
+    expected = permute(tokens, chosen, probs, num_out_tokens=1500)
+    given = [each.detach().cuda() for each in (tokens, chosen, probs)]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        results = permute(*given, num_out_tokens=1500)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for result, wanted in zip(results, expected, strict=True):
+        assert torch.equal(result.cpu(), wanted)
