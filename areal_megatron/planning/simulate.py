@@ -122,9 +122,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_config()
     parser.add_argument("--gpu", required=True, help="a100, h100, h800, h200, b200, or a JSON file with its rates")
     parser.add_argument("--gpus", type=int, default=8, metavar="N", help="GPUs of a node")
-    parser.add_argument(
-        "--cores", type=int, metavar="N", help="CPU cores of one machine that all processes share, in place of GPUs"
-    )
     parser.add_argument("--gpu-gb", type=float, default=0, metavar="GIB", help="GiB of a GPU, if not as usual")
     add_lengths(parser)
     parser.add_argument("--simulate", type=int, default=0, metavar="N", help="stop after N updates")
@@ -155,7 +152,6 @@ def main(arguments: list[str] | None = None) -> int:
             node_mtbf_s=3600 * options.mtbf_hours,
             return_s=options.return_s,
             node_gpus=options.gpus,
-            cores=math.inf if options.cores is None else options.cores,
             seed=options.seed,
         )
         config, times = times_of(config, gpu, options.gpus, options.gpu_gb)

@@ -436,7 +436,7 @@ def main() -> None:
     sizes.add_argument("--svg", type=Path, help="draw the figures here")
     here = commands.add_parser("here", help="runs of this machine")
     common.options_of(here, repetitions=1, out="bench-forecast")
-    here.add_argument("--runs", nargs="+", default=["*"], metavar="PATTERN", help="some of the runs, as 'eta*' '?+?'")
+    here.add_argument("--runs", nargs="+", default=["*"], metavar="PATTERN", help="some of the runs, such as 'eta*'")
     options = parser.parse_args()
     if options.what == "scale":
         scale(options)

@@ -6,9 +6,9 @@ one at η = 3, the other at η = 0, where engine and trainer take turns; `spread
 3, few of them long, and smaller micro-batches; `brief` has answers of 4 to 16 tokens at η = 0. They have room for
 128, 48, 16 and 64 at once, by which a step of an engine is told from its answers' part in it. Predicted and measured
 are the runs of tools/bench/asynchrony.py at η = 0, 1, 2, 4, 8 and `colocated`, and two other distributions of lengths
-at η = 4: `short` (12 to 24 tokens) and `two_kinds` (half 8, half 96). `E+T` has E engines and T trainer ranks, which
-share the cores, at η = 4: the last line says how fast the split is that is predicted to be the fastest, beside the
-fastest. What is compared is trained tokens/s between the same updates.
+at η = 4: `short` (12 to 24 tokens) and `two_kinds` (half 8, half 96). In all of them whoever computes has a core for
+itself, on a machine with two: the simulator knows no others. What is compared is trained tokens/s between the same
+updates.
 
 Each repetition calibrates anew before its runs, so that a machine that becomes slower for an hour does not count as an
 error of the simulator. Printed are the median over the repetitions and the range.
@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -58,24 +57,11 @@ CALIBRATING = {
     "spread": ("spread", ["rollout.max_running=16", "rollout.max_staleness=3", "trainer.microbatch_tokens=1024"]),
     "brief": ("brief", ["rollout.max_running=64", "rollout.max_staleness=0"]),
 }
-SPLITS = [(engines, ranks) for engines in (1, 2, 3) for ranks in (1, 2)]
 PREDICTED = {
     **{f"eta{eta}": ("long_tail", [f"rollout.max_staleness={eta}"]) for eta in (0, 1, 2, 4, 8)},
     "colocated": ("long_tail", VARIANTS["colocated"]),
     "short": ("short", ["rollout.max_staleness=4"]),
     "two_kinds": ("two_kinds", ["rollout.max_staleness=4"]),
-    **{
-        f"{engines}+{ranks}": (
-            "long_tail",
-            [
-                f"rollout.engines={engines}",
-                f"trainer.dp={ranks}",
-                f"machine.slots={engines + ranks}",
-                *VARIANTS["eta4"],
-            ],
-        )
-        for engines, ranks in SPLITS
-    },
 }
 """Run → its workload and settings."""
 
@@ -107,8 +93,7 @@ class InOrder(AnswerLengths):
 def predicted(config: Config, gpu: Accelerator, lengths: AnswerLengths) -> float:
     """Returns the trained tokens/s between the updates that asynchrony.measure looks at."""
     config, times = times_of(config, gpu)
-    around = Circumstances(cores=len(os.sched_getaffinity(0)))
-    updates = Simulator(config, times, lengths, around).run().updates
+    updates = Simulator(config, times, lengths, Circumstances()).run().updates
     measured = updates[WARM_UP:-COOL_DOWN]
     return sum(update.tokens for update in measured) / (measured[-1].end - updates[WARM_UP - 1].end)
 
@@ -169,8 +154,3 @@ def compare(options: argparse.Namespace) -> None:
             print(report[name].line(name), flush=True)
         common.keep(options.json, {name: asdict(row) for name, row in report.items()})
     print("", *(row.line(name) for name, row in report.items()), sep="\n")
-    splits = {name: report[name] for name in (f"{engines}+{ranks}" for engines, ranks in SPLITS) if name in report}
-    if splits:
-        chosen = max(splits, key=lambda name: median(splits[name].predicted))
-        reached = median(splits[chosen].measured) / max(median(row.measured) for row in splits.values())
-        print(f"predicted to be the fastest split: {chosen}, {reached:.0%} as fast as the fastest")

@@ -61,9 +61,6 @@ class Circumstances:
     return_s: float = 300.0
     """Until the engines of a node that failed serve again, or a run whose trainers failed has been launched again."""
     node_gpus: int = 8
-    cores: float = math.inf
-    """Cores of the machine that all engines and trainer ranks are on. Slot i is core i, modulo their number, as the
-    launcher has it (launch/supervision/orders.py), and who is on the same core takes turns."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -72,8 +69,6 @@ class Circumstances:
                 f"--filtered {self.filtered:g} --mtbf-hours {self.node_mtbf_s / 3600:g} --return-s {self.return_s:g}: "
                 "expected a share below 1, a time above 0 and one of at least 0"
             )
-        if self.cores < 1:
-            raise ConfigError(f"--cores {self.cores:g}: expected at least one")
 
 
 @dataclass(frozen=True)
@@ -222,7 +217,7 @@ class Simulator:
             self._now, _, incarnation, happen, *what = heapq.heappop(self._events)
             if incarnation in (self._incarnation, None):
                 happen(*what)
-                if self._times.alone < 1 or math.isfinite(self._around.cores):
+                if self._times.alone < 1:
                     self._set_pace()
             for update in self._updates[told:]:
                 on_update(update)
@@ -440,37 +435,25 @@ class Simulator:
     # Who works beside whom
 
     def _set_pace(self) -> None:
-        """Has everybody take the pace at which they work beside those who do now: faster if no other core does, slower
-        by each one on the same core."""
-        at_work = Counter(self._trainer_cores if self._training else ())
-        for engine in self._engines.values():
-            at_work.update(self._engine_cores(engine.number) if engine.load else ())
+        """Has everybody take the pace at which they work beside those who do now: faster if nobody else does."""
+        ranks, tp = self._config.trainer_ranks, self._config.rollout.tp
+        engines = sum(engine.load > 0 for engine in self._engines.values())
+        at_work = (self._training is not None) * ranks + engines * tp
 
-        def pace(own: list[float], works: bool) -> float:
-            there = at_work if works else at_work + Counter(own)
-            return max(there[core] for core in own) * (self._times.alone if len(there) == 1 else 1.0)
+        def pace(own: int, works: bool) -> float:
+            return self._times.alone if at_work + (not works) * own == 1 else 1.0
 
-        before, self._trainer_pace = self._trainer_pace, pace(self._trainer_cores, self._training is not None)
+        before, self._trainer_pace = self._trainer_pace, pace(ranks, self._training is not None)
         if (training := self._training) is not None and self._trainer_pace != before:
             added = (training.end - self._now) * (self._trainer_pace / before - 1)
             training.seconds, training.end = training.seconds + added, training.end + added
             self._at(training.end, self._trained, training, training.end)
         for engine in self._engines.values():
-            own = pace(self._engine_cores(engine.number), engine.load > 0)
+            own = pace(tp, engine.load > 0)
             if own != engine.pace:
                 ended = engine.advance(self._now)
                 engine.pace = own
                 self._after(engine, ended)
-
-    @property
-    def _trainer_cores(self) -> list[float]:
-        """The core of each trainer rank."""
-        return [rank % self._around.cores for rank in range(self._config.trainer_ranks)]
-
-    def _engine_cores(self, number: int) -> list[float]:
-        """The cores of an engine: its slots come after the trainers', unless they share them."""
-        first = number * self._config.rollout.tp + (not self._config.machine.shared) * self._config.trainer_ranks
-        return [slot % self._around.cores for slot in range(first, first + self._config.rollout.tp)]
 
     # Failures
 

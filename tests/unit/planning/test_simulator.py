@@ -5,7 +5,7 @@ import math
 from dataclasses import replace
 from itertools import pairwise, product
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 
 import pytest
 from hypothesis import example, given, settings
@@ -95,25 +95,6 @@ def test_who_is_always_busy_is_faster_while_the_other_waits(flops, busy, other):
     assert after.update_s / before.update_s == pytest.approx(together + (1 - together) * alone, rel=0.05)
 
 
-def test_trainers_and_engines_that_share_a_core_take_turns():
-    made = config(groups=3, n=2, updates=40, max_running=6, eta=2, dp=2, engines=2)
-    lengths, own = LognormalLengths(100, 0, 1000, 20), times(made, gpu=replace(H100, flops=2e9))
-    roomy, tight = (Simulator(made, own, lengths, Circumstances(cores=cores)).run() for cores in (4, 1))
-    work = roomy.update_s * (2 * roomy.trainer_busy + 2 * roomy.engine_busy)
-    assert tight.update_s == pytest.approx(work, rel=0.1), "the core is never idle"
-    assert roomy == Simulator(made, own, lengths, Circumstances()).run()
-
-
-@pytest.mark.parametrize(("engines", "cores", "slower"), [(2, 3, 1), (1, 2, 1), (2, 2, 2), (3, 2, 2), (4, 2, 3)])
-def test_a_trainer_is_slowed_down_by_the_engines_that_are_on_its_core(engines, cores, slower):
-    made = config(groups=3, n=2, updates=20, max_running=2, eta=2, engines=engines)
-    lengths, own = LognormalLengths(100, 0, 1000, 20), times(made, gpu=replace(H100, flops=2e9))
-    run = Simulator(made, own, lengths, Circumstances(cores=cores)).run()
-    assert run.engine_busy > 0.9, "trainers always have somebody beside them"
-    usual = median(update.training for update in run.updates)  # during the last one engines have nothing to do
-    assert usual == pytest.approx(slower * own.trainer.update([20] * 6, [100] * 6), rel=0.01)
-
-
 @pytest.mark.parametrize("eta", [0, 2])
 def test_trainers_wait_for_a_checkpoint_to_be_copied(eta):
     made = config(groups=3, n=2, updates=5, max_running=6, eta=eta, every=1)
@@ -139,14 +120,13 @@ def test_trainers_wait_for_a_checkpoint_to_be_copied(eta):
     kv_tokens=st.sampled_from([math.inf, 900.0]),
     flops=st.sampled_from([H100.flops, 2e9]),
     alone=st.sampled_from([1.0, 0.7]),
-    cores=st.sampled_from([math.inf, 2]),
 )
-@example(0, 1, 1, 5, 1, 1, 0, False, 0.0, 40.0, math.inf, 2e9, 0.7, math.inf)  # trainers that fail are gone
+@example(0, 1, 1, 5, 1, 1, 0, False, 0.0, 40.0, math.inf, 2e9, 0.7)  # trainers that fail are gone
 def test_of_every_run(
-    seed, groups, n, engines, eta, slots, every, interruption, filtered, mtbf_s, kv_tokens, flops, alone, cores
+    seed, groups, n, engines, eta, slots, every, interruption, filtered, mtbf_s, kv_tokens, flops, alone
 ):
     made = config(groups=groups, n=n, engines=engines, eta=eta, max_running=slots * n, every=every)
-    around = Circumstances(interruption, filtered, mtbf_s, return_s=3, node_gpus=2, cores=cores, seed=seed)
+    around = Circumstances(interruption, filtered, mtbf_s, return_s=3, node_gpus=2, seed=seed)
     lengths = LognormalLengths(150, 1.0, 600, prompt=30)
     made_up = times(made, kv_tokens, gpu=replace(H100, flops=flops))  # with few, trainers are what everything waits for
     made_up = replace(made_up, alone=alone)
@@ -237,7 +217,6 @@ class TestCommand:
             (["--gpu", "h800", "--lengths-of", "runs/none"], "no batch-*.msgpack in it"),
             (["--gpu", "h800", "--median", "nan"], "lengths: median=nan"),
             (["--gpu", "h800", "--median", "10", "--filtered", "1"], "--filtered 1"),
-            (["--gpu", "h800", "--median", "10", "--cores", "0"], "--cores 0: expected at least one"),
             (["--gpu", "h800", "--median", "10", "--gpu-gb", "8"], "a trainer rank"),
             (["--gpu", "h800", "--median", "10", "--gpu-gb", "nan"], "at least one GPU and a size"),
             (["--gpu", "h800", "--median", "10", "--gpus", "0"], "at least one GPU and a size"),
@@ -250,16 +229,6 @@ class TestCommand:
         assert self.simulate(*arguments) == 2
         said = capsys.readouterr().err
         assert says in said and said.startswith("error: ") and said.count("\n") == 1
-
-    def test_on_few_cores_processes_take_turns(self, capsys, monkeypatch, tmp_path):
-        monkeypatch.chdir(ROOT)
-        speeds = []
-        for cores in ("16", "4"):
-            file = tmp_path / f"{cores}.json"
-            common = "--gpu", "h800", "--median", "1000", "--simulate", "4", "--json", str(file)
-            assert self.simulate(*common, "--cores", cores) == 0
-            speeds.append(json.loads(file.read_text())["tokens_per_s"])
-        assert speeds[0] / speeds[1] > 2, "sixteen processes on four cores"
 
     def test_a_long_one_says_how_far_it_is(self, capsys, monkeypatch):
         monkeypatch.chdir(ROOT)
