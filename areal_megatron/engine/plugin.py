@@ -1,5 +1,5 @@
 """vLLM's general plugin: registers the weight transfer backends "areal", "areal-streamed" and "areal-changes" in every
-process of an engine.
+process of an engine, and makes all the replacements in vLLM 0.32.0 that engines need, each with the reason.
 
 Every vLLM process of an environment with this package loads it, so it imports nothing heavy at module level.
 """
@@ -66,7 +66,7 @@ def _keep_adapters() -> None:
 def _cut_projections_of_nets_once() -> None:
     """Gives a tensor-parallel rank the rows of B that its part of a projection into a gated delta net has.
 
-    Such a projection of Qwen3-Next is one tensor, and the ranks divide its rows in their order. vLLM (0.32) divides the
+    Such a projection of Qwen3-Next is one tensor, and the ranks divide its rows in their order. vLLM divides the
     rows of B as if it were two tensors, one below the other.
     """
     from torch import Tensor
@@ -96,7 +96,7 @@ def _leave_images_out() -> None:
 def _leave_experts_alone() -> None:
     """Makes experts on CPU compute as without adapters, which are on other layers alone.
 
-    vLLM (0.32) has Triton's kernels for the experts of every model with adapters, and these do not exist on CPU.
+    vLLM has Triton's kernels for the experts of every model with adapters, and these do not exist on CPU.
     """
     from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 
@@ -141,7 +141,7 @@ def _keep_linear_weights() -> None:
 def _rotate_all_heads() -> None:
     """Makes rotary embeddings on CPU turn all heads of queries and keys [tokens, heads, head_dim].
 
-    vLLM's kernel (0.32) turns the first head alone, without an error; it turns all of [tokens, heads × head_dim].
+    vLLM's kernel turns the first head alone, without an error; it turns all of [tokens, heads × head_dim].
     """
     from torch import Tensor
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
@@ -208,7 +208,7 @@ def _use_fused_kernels() -> None:
 def _apply_adapters_by_run() -> None:
     """Makes adapters on CPU one product for each run of tokens with the same adapter.
 
-    vLLM (0.32) copies the factors for every token, which takes twice as long as the rest of a small model. Where no
+    vLLM copies the factors for every token, which takes twice as long as the rest of a small model. Where no
     adapter is to be applied, it takes the last one.
     """
     import torch.nn.functional as F
@@ -242,7 +242,7 @@ def _apply_adapters_by_run() -> None:
 def _expand_settings_of_requests() -> None:
     """Makes speculative decoding on CPU divide the logits of drafted tokens by the temperature of their request.
 
-    vLLM (0.32, cpu_triton_utils.py) writes the temperatures of tokens, their top_p and top_k into a copy, and takes
+    vLLM (cpu_triton_utils.py) writes the temperatures of tokens, their top_p and top_k into a copy, and takes
     for them what happens to be in the memory that it should have written.
     """
     import torch

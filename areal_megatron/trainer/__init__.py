@@ -1,12 +1,8 @@
 """The code of trainer ranks, the only one that imports megatron-core.
 
-Importing the package adapts megatron-core: to a machine without CUDA, and in what is replaced everywhere.
+Importing the package imports megatron-core and replaces parts of it (patches.py).
 """
 
-from areal_megatron.trainer import cpu
-
-cpu.adapt_megatron()
-
-from areal_megatron.trainer import patches  # noqa: E402 - imports megatron-core, which is to be adapted first
+from areal_megatron.trainer import patches
 
 patches.apply()

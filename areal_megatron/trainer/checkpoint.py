@@ -31,9 +31,9 @@ from areal_megatron.models.adapter import Adapter
 from areal_megatron.process.errors import first_line
 from areal_megatron.run.folder import RunError
 from areal_megatron.trainer import checkpoint_tensors
-from areal_megatron.trainer.cpu import cpu_passes_for_cuda
 from areal_megatron.trainer.learner import Learner
 from areal_megatron.trainer.parallel import replicas
+from areal_megatron.trainer.patches import cpu_passes_for_cuda
 from areal_megatron.trainer.trainer import Trainer
 
 _POLL_S = 0.02

@@ -6,15 +6,12 @@ small models. On CUDA fused kernels compute them.
 
 from __future__ import annotations
 
-import sys
 from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from areal_megatron.process.patching import patch
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -96,17 +93,3 @@ class _Rotated(torch.autograd.Function):
 def _swapped(x: Tensor) -> Tensor:
     """A new tensor with the halves of the last dimension exchanged."""
     return torch.cat(x.chunk(2, dim=-1)[::-1], dim=-1)
-
-
-def bind() -> None:
-    """Makes Megatron's layers compute with `rotated`, and with `swiglu` where bias_activation_fusion is on."""
-    attention, mlp = (sys.modules[f"megatron.core.transformer.{name}"] for name in ("attention", "mlp"))
-
-    def rotate(x: Tensor, angles: Tensor, config: Any, cu_seqlens: Tensor | None = None, mscale: float = 1.0, **others):
-        if cu_seqlens is None and mscale == 1.0 and not config.rotary_interleaved:
-            turned = rotated(x[..., : angles.size(-1)], angles)
-            return turned if angles.size(-1) == x.size(-1) else torch.cat((turned, x[..., angles.size(-1) :]), -1)
-        return original(x, angles, config, cu_seqlens=cu_seqlens, mscale=mscale, **others)
-
-    original = patch(attention, "apply_rotary_pos_emb", rotate)
-    patch(mlp, "bias_swiglu_impl", swiglu)

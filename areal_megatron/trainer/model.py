@@ -29,13 +29,12 @@ from areal_megatron.reshard.boxes import Layout
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 from areal_megatron.trainer import hardware
 from areal_megatron.trainer.adapter import add_adapters, is_factor
-from areal_megatron.trainer.cpu import cpu_passes_for_cuda
 from areal_megatron.trainer.gathered import settle
 from areal_megatron.trainer.layers import block_spec
 from areal_megatron.trainer.marks import mark
 from areal_megatron.trainer.megatron_fields import with_fields
 from areal_megatron.trainer.parallel import pipeline_group, replicas
-from areal_megatron.trainer.patches import accumulate_in_products
+from areal_megatron.trainer.patches import accumulate_in_products, cpu_passes_for_cuda
 from areal_megatron.trainer.recompute import recompute
 from areal_megatron.trainer.routing import replay_routes
 

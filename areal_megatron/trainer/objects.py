@@ -11,10 +11,6 @@ import hmac
 import pickle
 from typing import Any, BinaryIO
 
-from torch.distributed import distributed_c10d
-
-from areal_megatron.process.patching import patch
-
 _TAG_BYTES = 32
 
 
@@ -22,9 +18,9 @@ class StrangerError(RuntimeError):
     """An object came from a process without the run's keys."""
 
 
-def sign_objects(key: bytes) -> None:
-    """From now on torch's object collectives of this process sign what they send, and unpickle only what was signed
-    with the same key; they raise StrangerError for anything else."""
+def signing(key: bytes) -> tuple[type, type]:
+    """Returns a pickler that signs with the key, and an unpickler that raises StrangerError without such a signature;
+    both as torch's object collectives use them."""
 
     def tag(data: bytes) -> bytes:
         return hmac.digest(key, b"torch object" + data, "sha256")
@@ -51,5 +47,4 @@ def sign_objects(key: bytes) -> None:
                 )
             return pickle.loads(data)
 
-    patch(distributed_c10d, "_pickler", SigningPickler)
-    patch(distributed_c10d, "_unpickler", SignedUnpickler)
+    return SigningPickler, SignedUnpickler

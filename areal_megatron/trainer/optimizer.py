@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict
-from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -18,10 +17,9 @@ from torch import Tensor
 
 from areal_megatron.config import OptimizerConfig
 from areal_megatron.ppo.in_flight import InFlight, restored
-from areal_megatron.process.patching import patch
 from areal_megatron.run.folder import RunError
-from areal_megatron.trainer.cpu import cpu_passes_for_cuda
 from areal_megatron.trainer.host_optimizer import HostOptimizer
+from areal_megatron.trainer.patches import cpu_passes_for_cuda
 from areal_megatron.trainer.pipeline import Chunks
 
 LOSS_SCALING = {"initial_loss_scale": 16.0, "min_loss_scale": 2.0**-15, "loss_scale_window": 200, "hysteresis": 1}
@@ -256,8 +254,6 @@ class ModelOptimizer:
         """Loads moments, main parameters, the scale of the loss and the schedule's step; learning rate and weight decay
         stay the config's."""
         own = [{k: v for k, v in group.items() if k not in ("params", "step")} for group in self.megatron.param_groups]
-        for optimizer in self._chained:
-            patch(optimizer, "_set_main_param_and_optimizer_states", partial(_set_all_but_step, optimizer))
         with cpu_passes_for_cuda():
             self.megatron.load_state_dict(state)
         for state in self._moments():
@@ -320,22 +316,6 @@ def _allocate_on_host(optimizer: HostOptimizer) -> None:
                     moments = {name: torch.zeros_like(main) for name in ("exp_avg", "exp_avg_sq")}
                     inner.state[main] = {"step": torch.zeros(()), **moments}
     optimizer._sync_sub_optimizers_state_to_hdo()
-
-
-def _set_all_but_step(optimizer: DistributedOptimizer, parameter: torch.nn.Parameter, tensors: dict[str, Any]) -> None:
-    """Loads the main values and moments of a parameter from a checkpoint.
-
-    torch's AdamW keeps its step count beside them, and Megatron would look for it in the checkpoint too.
-    """
-    group, place = optimizer.model_param_group_index_map[parameter]
-    own = optimizer.optimizer.state[optimizer.optimizer.param_groups[group]["params"][place]]
-    if isinstance(optimizer.optimizer, HostOptimizer):
-        # It would keep the tensors, which are views of larger ones.
-        for name in ("param", "exp_avg", "exp_avg_sq"):
-            own["master_param" if name == "param" else name].copy_(tensors[name])
-        return
-    kept = {"step": own["step"]} if "step" in own else {}
-    DistributedOptimizer._set_main_param_and_optimizer_states(optimizer, parameter, tensors | kept)
 
 
 def schedule(settings: OptimizerConfig, steps: int, optimizer) -> OptimizerParamScheduler:

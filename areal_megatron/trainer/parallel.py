@@ -23,7 +23,7 @@ from areal_megatron.reshard.trainer_layout import MegatronSizes
 from areal_megatron.run import gpu_settings
 from areal_megatron.run.folder import RunError, RunFolder
 from areal_megatron.run.network import address, socket_settings
-from areal_megatron.trainer.objects import sign_objects
+from areal_megatron.trainer.patches import sign_objects
 
 STORE = "trainer-store"
 """The name under which rank 0 announces host:port of the trainers' TCPStore in the run folder."""

@@ -30,8 +30,8 @@ from areal_megatron.launch.supervision.orders import ON_CPU
 from areal_megatron.process.files import new_folder
 from areal_megatron.run.folder import RunFolder
 from areal_megatron.trainer import checkpoint, checkpoint_tensors
-from areal_megatron.trainer.cpu import cpu_passes_for_cuda
 from areal_megatron.trainer.parallel import replicas
+from areal_megatron.trainer.patches import cpu_passes_for_cuda
 from areal_megatron.trainer.trainer import Trainer
 from tools.bench import common
 from tools.bench.asynchrony import SIZES

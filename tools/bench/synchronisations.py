@@ -25,12 +25,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from areal_megatron.trainer import cpu
+from areal_megatron.trainer import cpu, patches
 from areal_megatron.trainer.trainer import Trainer
 
 OWNERS = ("areal_megatron", "megatron", "tools", "tests")
 """The packages one of whose lines is named as the cause: the innermost of them on the stack."""
-HERE = frozenset({__file__, cpu.__file__})
+HERE = frozenset({__file__, cpu.__file__, patches.__file__})
 
 VALUES_DECIDE_THE_SHAPE = frozenset(
     {

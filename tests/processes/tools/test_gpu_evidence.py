@@ -159,8 +159,6 @@ def test_all_steps_fit_into_ten_minutes_and_what_decides_comes_first():
 COMPARED = """
 import sys
 from pathlib import Path
-from areal_megatron.trainer.cpu import adapt_megatron
-adapt_megatron()
 from areal_megatron.trainer import hardware
 from tools.evidence import training
 from tools.evidence.parts import Options

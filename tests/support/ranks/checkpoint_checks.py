@@ -36,7 +36,7 @@ from areal_megatron.rank.weights import save_hf
 from areal_megatron.run.folder import Replaced, RunError, RunFolder
 from areal_megatron.train import train
 from areal_megatron.trainer import checkpoint, checkpoint_tensors
-from areal_megatron.trainer.cpu import cpu_passes_for_cuda
+from areal_megatron.trainer.patches import cpu_passes_for_cuda
 from areal_megatron.trainer.trainer import Trainer
 from tests.support.ranks.float16_checks import copied, part_of, scales, set_scale
 from tests.support.ranks.trainer_checks import make_config, make_trajectories, open_trainer

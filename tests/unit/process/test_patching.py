@@ -1,15 +1,16 @@
 """What is replaced in libraries: by one function, which asserts that there is something to replace."""
 
 import ast
+import re
 import types
 
 import pytest
 
 from areal_megatron.process.patching import patch
-from tests.unit.test_rooms import LIBRARIES, TREES
+from tests.unit.test_rooms import EVERY_IMPORT, LIBRARIES, MODULES, ROOT, TREES
 
-ADDED = {"te_general_gemm", "fused_weight_gradient_mlp_cuda"}
-"""Names that megatron-core has only with TransformerEngine or apex."""
+PLACES = {"areal_megatron.trainer.patches": {"megatron-core", "torch"}, "areal_megatron.engine.plugin": {"vllm"}}
+"""The files that replace names, and the libraries whose names these are."""
 
 
 def test_a_name_is_bound_and_what_it_was_is_returned():
@@ -29,6 +30,19 @@ def test_a_name_that_a_library_lacks_is_one_line():
         patch(json, "load_all", None)
 
 
+def test_each_side_has_one_file_that_replaces_names():
+    assert {module for module, names in EVERY_IMPORT.items() if patch.__module__ in names} == PLACES.keys()
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_what_is_replaced_is_of_the_versions_of_the_lock(place):
+    said = " ".join(ast.get_docstring(ast.parse(MODULES[place].read_text())).split())
+    lock = (ROOT / "requirements-gpu.lock").read_text()
+    for library in PLACES[place]:
+        (version,) = re.findall(rf"^{library}==([\w.]+)", lock, re.M)
+        assert re.search(rf"\b{library} {re.escape(version)}(?![.\d]*\d)", said, re.I), f"{library} {version}"
+
+
 def test_nothing_else_replaces_names_of_libraries():
     found = []
     for module, tree in TREES.items():
@@ -36,7 +50,7 @@ def test_nothing_else_replaces_names_of_libraries():
         for node in ast.walk(tree):
             for target in getattr(node, "targets", ()) if isinstance(node, ast.Assign) else ():
                 for place in target.elts if isinstance(target, ast.Tuple) else [target]:
-                    if isinstance(place, ast.Attribute) and root(place) in names and place.attr not in ADDED:
+                    if isinstance(place, ast.Attribute) and root(place) in names:
                         found.append(f"{module}:{node.lineno}: {ast.unparse(place)}")
     assert found == []
 

@@ -112,8 +112,7 @@ def test_one_line_says_what_is_used_and_what_is_not():
 
 
 RESIDUAL = """
-from areal_megatron.trainer.cpu import adapt_megatron
-adapt_megatron()
+import areal_megatron.trainer
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from torch.profiler import ProfilerActivity, profile
