@@ -211,7 +211,7 @@ class Console:
             Group(*body),
             title=Text(self._config.name, "bold").append(f"  {self._phase}", "not bold"),
             title_align="left",
-            subtitle=_duration(elapsed) if elapsed is not None else None,
+            subtitle=duration(elapsed) if elapsed is not None else None,
             subtitle_align="right",
             border_style="cyan",
             width=self._terminal.width,
@@ -227,7 +227,7 @@ class Console:
         row.add_row(
             self._unit,
             ProgressBar(total=total, completed=done, complete_style="cyan", finished_style="green"),
-            f"{done} of {total}" + (f", {_duration(left)} left" if left else ""),
+            f"{done} of {total}" + (f", {duration(left)} left" if left else ""),
         )
         return row
 
@@ -369,7 +369,8 @@ def percent(value: float | None) -> str:
     return "–" if value is None else f"{100 * value:.0f}%"
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Returns the two largest parts of a time: 2 h 3 min, 3 min 12 s or 12 s."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s" if minutes else f"{seconds} s"

@@ -9,6 +9,7 @@ from typing import Any, TypeGuard
 
 from areal_megatron.config import Config, config_fields
 from areal_megatron.launch.page.history import History
+from areal_megatron.observe.console import duration
 
 _LAST = 10
 """Updates of which the last figures are a mean."""
@@ -50,7 +51,7 @@ def tables(config: Config, history: History, elapsed_s: float | None) -> list[di
     """Returns the tables as {title, rows}; `elapsed_s`: how long the run has gone on, if that is known.
     What was not measured has no row."""
     figures = _SUPERVISED if config.is_supervised else _RL
-    rows = [] if elapsed_s is None else [("duration", _duration(elapsed_s))]
+    rows = [] if elapsed_s is None else [("duration", duration(elapsed_s))]
     for evaluation in history.evaluations:
         rows += _evaluation(evaluation, config.is_supervised)
     for title, key, form, summed in figures:
@@ -90,11 +91,6 @@ def _interval(figure: Any) -> str:
     low, high = figure.get("low"), figure.get("high")
     around = f" ({100 * low:.1f} – {100 * high:.1f})" if _is_number(low) and _is_number(high) else ""
     return f"{100 * figure['value']:.1f}%{around}"
-
-
-def _duration(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    return f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
 
 
 def _is_number(value: Any) -> TypeGuard[float]:
