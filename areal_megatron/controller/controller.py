@@ -76,6 +76,7 @@ from areal_megatron.observe.timeline import Timeline
 from areal_megatron.process.errors import first_cause
 from areal_megatron.process.lateness import attended_time
 from areal_megatron.process.shown import guard
+from areal_megatron.process.streams import log_to_stderr
 from areal_megatron.protocol import (
     Answer,
     Bye,
@@ -351,7 +352,7 @@ async def control(config: Config, run: RunFolder, schedule: type[Schedule]) -> N
 def main(schedule: type[Schedule] = Schedule) -> int:
     guard()
     run, _ = from_command_line("areal_megatron.controller.controller")
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    log_to_stderr()
     try:
         config = load(run.config)
         if config.has_engines:

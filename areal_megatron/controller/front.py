@@ -22,6 +22,7 @@ from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
 from areal_megatron.process.shown import guard
+from areal_megatron.process.streams import log_to_stderr
 from areal_megatron.protocol import public_key
 from areal_megatron.run import descriptors
 from areal_megatron.run.folder import RunError, SecretKeys
@@ -159,7 +160,7 @@ def main() -> None:
     guard()
     for number in (signal.SIGINT, signal.SIGTERM):  # it ends after the controller, which gets them too
         signal.signal(number, signal.SIG_IGN)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    log_to_stderr()
     descriptors.raise_limit()
     orders = msgspec.json.decode(sys.stdin.buffer.readline(), type=Orders)
     pass_on(orders, sys.stdin.fileno())

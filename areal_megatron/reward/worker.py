@@ -26,6 +26,7 @@ from areal_megatron.config.user_function import place_of
 from areal_megatron.data.boxed import last_boxed
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.process.shown import guard
+from areal_megatron.process.streams import take_stdin, take_stdout
 from areal_megatron.reward.asking import Asking, set_asking
 from areal_megatron.reward.function import OWN_SHARE, PURE, WrongResult, load_function, scored, takes_row
 from areal_megatron.reward.group import GroupAnswer, checked_terms, load_group_function
@@ -268,12 +269,8 @@ def main() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
         # out of memory, the kernel ends workers before the controller, which replaces them
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="utf-8")
-    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    with open(os.devnull, "rb") as nothing:  # a function that asks the user gets an EOFError
-        os.dup2(nothing.fileno(), 0)
     try:
-        serve(sys.argv[1:], requests, replies)
+        serve(sys.argv[1:], take_stdin(), take_stdout())
     except BrokenPipeError:  # the controller is gone
         os._exit(1)
 

@@ -22,6 +22,7 @@ from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.engine.client import Completion, EngineClient
 from areal_megatron.process.errors import first_cause, printable, told
 from areal_megatron.process.shown import guard
+from areal_megatron.process.streams import take_stdout
 from areal_megatron.reward.function import WrongResult
 from areal_megatron.reward.no_score import RewardFailed
 from areal_megatron.reward.served import WRONG, StandIns
@@ -108,8 +109,7 @@ async def tried(asked: TrialAsked, folder: Path) -> TrialFound:
 
 def main() -> None:
     guard()
-    reply = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what the workflow prints
+    reply = take_stdout()
     asked = msgspec.json.decode(sys.stdin.buffer.read(), type=TrialAsked)
     with tempfile.TemporaryDirectory() as folder:
         found = asyncio.run(tried(asked, Path(folder)))

@@ -33,6 +33,7 @@ from areal_megatron.data.trajectory import decoder, encoder
 from areal_megatron.engine.client import Completion, EngineClient
 from areal_megatron.process.errors import printable, told
 from areal_megatron.process.shown import guard
+from areal_megatron.process.streams import log_to_stderr, take_stdin, take_stdout
 from areal_megatron.reward.served import ServedModels
 from areal_megatron.reward.worker import HEADER, Answer, Scored
 from areal_megatron.reward.workers import RewardWorkers
@@ -320,12 +321,8 @@ def _let_go(*streams: int) -> None:
 async def serve() -> None:
     """Runs a worker on stdin and stdout."""
     loop, reader = asyncio.get_running_loop(), asyncio.StreamReader()
-    output = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    source = os.fdopen(os.dup(0), "rb")
+    source, output = take_stdin(), take_stdout()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), source)
-    with open(os.devnull, "rb") as nothing:  # a workflow that asks the user gets an EOFError
-        os.dup2(nothing.fileno(), 0)
     transport, protocol = await loop.connect_write_pipe(asyncio.streams.FlowControlMixin, output)
     os.register_at_fork(after_in_child=partial(_let_go, source.fileno(), output.fileno()))
     frames = Frames(reader, asyncio.StreamWriter(transport, protocol, None, loop), ToWorker)
@@ -344,7 +341,7 @@ async def serve() -> None:
 
 def main() -> None:
     guard()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    log_to_stderr()
     if sys.platform == "linux":
         # one that is stuck in the user's code would not notice that its controller died
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)

@@ -14,6 +14,7 @@ Trainer ranks read orders from stdin and answer on stdout, a JSON object a line.
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import socket
@@ -38,6 +39,7 @@ from areal_megatron.config.config_file import load
 from areal_megatron.models.adapter import served
 from areal_megatron.models.architecture import read_config
 from areal_megatron.observe.timeline import Timeline
+from areal_megatron.process.streams import take_stdout
 from areal_megatron.reshard import publish, trainer_layout
 from areal_megatron.reshard.carriers.base import Deadline, LinkEnd, Members, connect
 from areal_megatron.reshard.plan import Bucket, Planner
@@ -386,9 +388,7 @@ def received_bytes() -> int:
 
 def main() -> None:
     run, rank = from_command_line("reshard_peers")
-    # What libraries print must not come between answers.
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1, encoding="utf-8")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    answers = io.TextIOWrapper(take_stdout(), encoding="utf-8", line_buffering=True)
     one_at_a_time = threading.Lock()
 
     def say(**message: Any) -> None:
