@@ -12,8 +12,17 @@ from vllm.config import CacheConfig
 from vllm.utils.mem_utils import MemorySnapshot
 from vllm.v1.worker.utils import request_memory
 
-from areal_megatron.config import Config, ConfigError, DataConfig, ModelConfig, RolloutConfig, config_file
-from areal_megatron.engine import server
+from areal_megatron.config import (
+    Config,
+    ConfigError,
+    DataConfig,
+    ModelConfig,
+    RolloutConfig,
+    ServedModelConfig,
+    config_file,
+)
+from areal_megatron.engine import served, server
+from areal_megatron.engine.environment import SERVED_MODEL
 from areal_megatron.engine.server import (
     NodePart,
     check_shared_memory,
@@ -103,8 +112,9 @@ def test_a_run_on_gpus_is_refused_with_such_a_setting_before_anything_starts(tmp
 def test_every_process_on_gpus_outlives_a_link_that_fails(tmp_path):
     """torch's monitor would end it, if a watchdog of any group in it asked for a dump."""
     asked = config("cuda", 2)
+    asked.served.judge = ServedModelConfig(path=str(MODEL))
     placement = allocate(asked, [Node("a", (0, 1, 2, 3, 4, 5))])
-    assert {process.pool for process in placement.processes if process.slots} == {"trainer", "rollout"}
+    assert {process.pool for process in placement.processes if process.slots} == {"trainer", "rollout", "judge"}
     for process in placement.processes:
         settings = start_order(asked, made(tmp_path), process, "a").settings
         assert settings.items() >= WATCHDOG.items()
@@ -112,9 +122,12 @@ def test_every_process_on_gpus_outlives_a_link_that_fails(tmp_path):
         assert not WATCHDOG.keys() & start_order(config("cpu", 1), made(tmp_path), process, "a").settings.keys()
 
 
-def test_an_engine_that_no_launcher_started_has_the_same_settings(tmp_path, monkeypatch):
+@pytest.mark.parametrize("program", [server, served])
+def test_an_engine_that_no_launcher_started_has_the_same_settings(tmp_path, monkeypatch, program):
     """Whose own choice of one of them stands."""
     asked, run = config("cpu", 1), made(tmp_path / "run")
+    asked.served.judge = ServedModelConfig(path=str(MODEL))
+    monkeypatch.setenv(SERVED_MODEL, "judge")
     run.config.write_text(config_file.text(asked))
     monkeypatch.setattr(sys, "argv", ["server", "--run", str(run.folder), "--index", "0"])
     for name in SETTINGS:
@@ -124,7 +137,7 @@ def test_an_engine_that_no_launcher_started_has_the_same_settings(tmp_path, monk
     started = []
     monkeypatch.setattr(os, "execve", lambda file, command, environment: started.append(environment))
     affinity = os.sched_getaffinity(0)
-    server.main()
+    program.main()
     os.sched_setaffinity(0, affinity)
     assert started[0].items() >= (WATCHDOG | {"TORCH_NCCL_ENABLE_MONITORING": "1"}).items()
 
