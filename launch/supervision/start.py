@@ -34,7 +34,7 @@ from areal_megatron.model_check import check_model, check_published
 from areal_megatron.models.architecture import architecture, read_config
 from areal_megatron.observe.metrics import last_saved
 from areal_megatron.observe.trackers import check_trackers
-from areal_megatron.planning.option_check import check_options
+from areal_megatron.planning.option_check import check_options, without_kernels
 from areal_megatron.planning.plan import ClusterPlan, plan
 from areal_megatron.planning.pools import Node, Placement
 from areal_megatron.reward.answers import problem_with_answers
@@ -226,7 +226,8 @@ def check(
             "put it on the PATH, or give each pool GPUs of its own"
         )
     check_open_files(config, outcome.placement)
-    for warning in [*outcome.warnings, *check_options(config, python)]:
+    slow = [] if "trainer" in python else without_kernels(config)
+    for warning in [*outcome.warnings, *check_options(config, python), *slow]:
         print(f"warning: {warning}", file=sys.stderr)
     members = check_input(config, weights)
     if weights:

@@ -1,5 +1,6 @@
 """What a launcher does about options that are passed through; the libraries' own checks have tests of their own."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from areal_megatron.config import Config, ConfigError, DataConfig, MachineConfig, ModelConfig, RolloutConfig
-from areal_megatron.planning.option_check import check_for_device, check_options, uncounted
+from areal_megatron.planning.option_check import check_for_device, check_options, uncounted, without_kernels
 from areal_megatron.run import versions
 
 MODELS = Path(__file__).parents[3] / "configs" / "models"
@@ -49,6 +50,53 @@ def test_the_python_of_the_pool_is_asked():
         check_options(config(stream_interval=2), {"rollout": [sys.executable, "-c", code]})
     (line,) = check_options(config(stream_interval=2), {"rollout": [sys.executable, "-c", "exit(1)"]})
     assert line.startswith("rollout.vllm: cannot be checked before") and line.endswith(": exit code 1")
+
+
+NAMED = {
+    "attention": (
+        "fa3",
+        "trainer.attention: fa3 cannot be used: flash_attn_interface is missing; trainer.attention=auto can",
+    ),
+    "expert_dispatch": (
+        "flex",
+        "trainer.expert_dispatch: flex needs DeepEP, and deep_ep is missing; install it, or leave the key out",
+    ),
+}
+
+
+@pytest.mark.parametrize("key", NAMED)
+def test_a_kernel_that_the_trainers_packages_lack_is_refused_before_they_start(key):
+    asked = config("cuda")
+    setattr(asked.trainer, key, NAMED[key][0])
+    with pytest.raises(ConfigError, match=f"^{re.escape(NAMED[key][1])}$"):
+        check_options(asked, {"trainer": [sys.executable]})
+
+
+@pytest.mark.parametrize(("installed", "lines"), [(None, 1), ("0.5.9", 1), ("0.6.0", 0)])
+def test_trainers_without_the_kernels_of_gated_delta_nets_are_told_to_be_slow(monkeypatch, installed, lines):
+    monkeypatch.setattr(versions, "_installed", {"fla-core": installed}.get)
+    monkeypatch.setattr(versions, "_can_import", lambda module: installed is not None)
+    monkeypatch.setattr(versions, "is_for_cpu", lambda: False)
+    asked = config("cuda")
+    assert without_kernels(asked) == []
+    asked.model.path = str(MODELS / "Qwen3-Next-80B-A3B-Instruct")
+    told = without_kernels(asked)
+    assert len(told) == lines and all(line.endswith(": pip install fla-core==0.6.0") for line in told)
+    monkeypatch.setattr(versions, "is_for_cpu", lambda: True)
+    assert without_kernels(asked) == []
+
+
+def test_packages_for_cpus_say_nothing_of_kernels(monkeypatch):
+    """Plans are made on laptops, too."""
+    monkeypatch.setattr(subprocess, "run", None)
+    monkeypatch.setattr(versions, "is_for_cpu", lambda: True)
+    asked = config("cuda")
+    asked.trainer.attention, asked.trainer.expert_dispatch = "fa3", "flex"
+    assert check_options(asked, {}) == [
+        f"trainer.{key}: cannot be checked before the processes start: packages here are for CPUs" for key in NAMED
+    ]
+    asked.trainer.attention, asked.trainer.expert_dispatch = "fa2", "alltoall"  # torch brings both
+    assert check_options(asked, {}) == []
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from packaging.requirements import Requirement
 
 from areal_megatron.config import ConfigError
+from areal_megatron.run import versions
 from areal_megatron.run.extras import EXTRAS
 from areal_megatron.trainer import hardware
 from areal_megatron.trainer.attention_kernels import FASTEST
@@ -28,14 +29,9 @@ PLAIN = {"swiglu", "gradients", "fa2"}
 
 @pytest.mark.parametrize(("there", "enough"), [("0.5.9", False), ("0.6.0", True), ("0.10.1", True), (None, False)])
 def test_an_older_fla_is_none(monkeypatch, there, enough):
-    def version(name):
-        if there is None:
-            raise hardware.PackageNotFoundError(name)
-        return {"fla-core": there}[name]
-
-    monkeypatch.setattr(hardware, "version", version)
-    monkeypatch.setattr(hardware, "_can_import", lambda module: module == "fla")
-    assert hardware._has_fla() == enough
+    monkeypatch.setattr(versions, "_installed", {"fla-core": there}.get)
+    monkeypatch.setattr(versions, "_can_import", lambda module: module == "fla")
+    assert versions.has_fla() == enough
 
 
 @pytest.mark.parametrize(
