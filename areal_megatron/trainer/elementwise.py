@@ -1,4 +1,4 @@
-"""The elementwise parts of a layer on a CPU: RMSNorm, SwiGLU and rotary embeddings, with hand-written gradients.
+"""The elementwise parts of a layer, with hand-written gradients: rotary embeddings; on a CPU also RMSNorm and SwiGLU.
 
 As many small operations, each of which reads and writes all of its activations, they take as long as the products of
 small models. On CUDA fused kernels compute them.
@@ -6,8 +6,9 @@ small models. On CUDA fused kernels compute them.
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import Any
+from collections.abc import Callable
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -65,29 +66,58 @@ class _SwiGLU(torch.autograd.Function):
         return both
 
 
-def rotated(x: Tensor, angles: Tensor) -> Tensor:
-    """Rotates the halves of the last dimension: [T, 1, heads, d] by angles [T, 1, 1, d], whose halves are equal."""
-    return _Rotated.apply(x, *_factors(angles, x.dtype))
+ROTATION = "rotation"
+"""The attribute of Megatron's configuration of a model, which has no such field, with its Rotation."""
+
+
+class Rotation(NamedTuple):
+    """How a model rotates queries and keys."""
+
+    factor: float = 1.0
+    """By which it multiplies what it rotates."""
+    in_one_pass: bool = False
+    """Whether by a kernel that torch compiles."""
+
+
+_PLAIN = Rotation()
+
+
+def rotated(x: Tensor, angles: Tensor, how: Rotation = _PLAIN) -> Tensor:
+    """Rotates the halves of the first d elements of the last dimension, [T, 1, heads, d or more] by angles
+    [T, 1, 1, d], whose halves are equal, and multiplies these elements by the factor."""
+    return _Rotated.apply(x, *_factors(angles, x.dtype, how.factor), _compiled() if how.in_one_pass else _turned)
 
 
 @lru_cache(maxsize=1)  # queries and keys of all layers of a pass have the same angles
-def _factors(angles: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _factors(angles: Tensor, dtype: torch.dtype, factor: float) -> tuple[Tensor, Tensor]:
     """Returns the cosines and the sines, of which the first half is negative, for `_swapped`."""
-    cosines, sines = angles.cos().to(dtype), angles.sin().to(dtype)
+    cosines, sines = (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
     sines[..., : sines.size(-1) // 2].neg_()
     return cosines, sines
 
 
 class _Rotated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, cosines, sines):
+    def forward(ctx, x, cosines, sines, turn):
         ctx.save_for_backward(cosines, sines)
-        return _swapped(x).mul_(sines).addcmul_(x, cosines)
+        ctx.turn = turn
+        return turn(x, cosines, sines)
 
     @staticmethod
     def backward(ctx, gradient):
         cosines, sines = ctx.saved_tensors
-        return _swapped(gradient).mul_(sines).neg_().addcmul_(gradient, cosines), None, None
+        return ctx.turn(gradient, cosines, -sines), None, None, None
+
+
+def _turned(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    part = x[..., : cosines.size(-1)]
+    turned = _swapped(part).mul_(sines).addcmul_(part, cosines)
+    return turned if turned.size(-1) == x.size(-1) else torch.cat((turned, x[..., turned.size(-1) :]), dim=-1)
+
+
+@cache
+def _compiled() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    return torch.compile(_turned, dynamic=True)  # rows have any number of tokens
 
 
 def _swapped(x: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ KERNELS = {
         dtypes=HALF,
         switch="gradient_accumulation_fusion",
     ),
-    "rotary": Kernel("rotary embeddings in one pass", ("TransformerEngine",), switch="apply_rope_fusion"),
+    "rotary": Kernel("rotary embeddings in one pass", ("triton", "a C compiler")),
     "permutation": Kernel(
         "sorting of tokens by experts in one pass", ("TransformerEngine",), switch="moe_permute_fusion", experts=True
     ),
@@ -66,6 +66,7 @@ KERNELS = {
 }
 """Name → kernel. Megatron's other fusions stay off: bias_dropout_fusion, since models without dropout and biases there
 leave one addition to it; moe_router_fusion, since its kernel cannot replay routes (trainer/routing.py);
+apply_rope_fusion, since it needs TransformerEngine and knows no factors (trainer/elementwise.py has one of our own);
 masked_softmax_fusion and persist_layer_norm, since no layer here has their modules."""
 PACKAGES = {
     "triton": "triton",
@@ -131,7 +132,7 @@ def describe(absent: dict[str, str], experts: bool, grouped: bool, linear: bool 
     `grouped` says whether experts are TransformerEngine's, which multiplies them together itself; `linear` whether the
     model has gated delta nets.
     """
-    shown = [name for name, kernel in KERNELS.items() if kernel.switch and (experts or not kernel.experts)]
+    shown = ["swiglu", "gradients", "rotary", *(["permutation"] if experts else [])]
     shown += ["experts"] if experts and not grouped else []
     shown += ["delta_rule"] if linear else []
     on = [KERNELS[name].does for name in shown if not absent[name]]
@@ -181,9 +182,8 @@ def _adds_in_float32(device: torch.device) -> bool:
 
 
 def _has_fusions_of_transformer_engine() -> bool:
-    from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.transformer.moe import moe_utils
 
     permute = ("fused_permute", "fused_permute_with_probs", "fused_sort_chunks_by_index", "fused_unpermute")
     names = (*permute, "fused_sort_chunks_by_index_with_probs")
-    return rope_utils.fused_apply_rotary_pos_emb is not None and all(getattr(moe_utils, n, None) for n in names)
+    return all(getattr(moe_utils, name, None) for name in names)

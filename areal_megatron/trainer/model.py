@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -29,6 +28,7 @@ from areal_megatron.reshard.boxes import Layout
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 from areal_megatron.trainer import hardware
 from areal_megatron.trainer.adapter import add_adapters, is_factor
+from areal_megatron.trainer.elementwise import ROTATION, Rotation
 from areal_megatron.trainer.gathered import settle
 from areal_megatron.trainer.layers import block_spec
 from areal_megatron.trainer.marks import mark
@@ -302,14 +302,11 @@ def transformer_config(
     config: Config, sizes: MegatronSizes, hf: PretrainedConfig, held: Architecture, device: torch.device
 ) -> TransformerConfig:
     dtype, dimensions = getattr(torch, config.model.dtype), held.dimensions
-    fusions = hardware.fusions(hardware.kernels(device, config.model.dtype), bool(dimensions.experts))
+    absent = hardware.kernels(device, config.model.dtype)
+    fusions = hardware.fusions(absent, bool(dimensions.experts))
     if device.type == "cpu" and not dimensions.experts:  # trainer/elementwise.py has one for CPUs, without weights
         fusions["bias_activation_fusion"] = True
-    if latents := dimensions.latent > 0:
-        fusions["apply_rope_fusion"] = False  # LatentRotary has no table of cosines for it
-    factor = _factor_of_part(hf, dimensions)
-    if factor != 1.0:
-        fusions["apply_rope_fusion"] = False  # it takes no factor
+    latents = dimensions.latent > 0
     own = dict(
         num_layers=dimensions.layers,
         hidden_size=dimensions.hidden,
@@ -346,8 +343,7 @@ def transformer_config(
         **_whole_layers_again(config, dimensions.layers),
     )
     made = with_fields(own, config.trainer.megatron, MLATransformerConfig if latents else TransformerConfig)
-    if factor != 1.0:
-        _multiply_rotated(made, factor)
+    vars(made)[ROTATION] = Rotation(_factor_of_part(hf, dimensions), in_one_pass=not absent["rotary"])
     return made
 
 
@@ -364,16 +360,6 @@ def _factor_of_part(hf: PretrainedConfig, dimensions: Dimensions) -> float:
         return 1.0  # LatentRotary has it
     frequencies, factor = _rotary_frequencies(hf)
     return factor if 2 * len(frequencies) < dimensions.head_dim else 1.0
-
-
-def _multiply_rotated(transformer: Any, factor: float) -> None:
-    """Has Megatron's attention multiply by `factor` what it rotates, whatever the type of the embeddings. It looks for
-    these attributes of a TransformerConfig, which has no such fields.
-
-    Its formula for YaRN is (0.1 · mscale · ln(scaling factor) + 1) / (0.1 · mscale_all_dim · ln(scaling factor) + 1).
-    """
-    transformer.yarn_rotary_scaling_factor = math.exp(10.0)
-    transformer.yarn_mscale, transformer.yarn_mscale_all_dim = factor - 1.0, 0.0
 
 
 def _latents(hf: PretrainedConfig, d: Dimensions) -> dict[str, Any]:

@@ -51,7 +51,8 @@ def apply() -> None:
         _do_without_cuda()
         _use_cpu_generator()
         _exchange_uneven_parts()
-        _use_elementwise_functions()
+        _use_own_swiglu()
+    _use_own_rotation()
     _do_without_optional_libraries()
     _keep_optimizers_on_host()
     _do_not_wait_for_experts()
@@ -126,18 +127,21 @@ def _exchange_uneven_parts() -> None:
     reduce_scatter = patch(mappings, "_reduce_scatter_along_first_dim", reduce_scatter_parts)
 
 
-def _use_elementwise_functions() -> None:
-    """Makes layers compute with elementwise.py's `rotated`, and with `swiglu` where bias_activation_fusion is on."""
-    attention, mlp = (sys.modules[f"megatron.core.transformer.{name}"] for name in ("attention", "mlp"))
+def _use_own_swiglu() -> None:
+    """Makes layers compute SwiGLU by elementwise.py where bias_activation_fusion is on."""
+    patch(sys.modules["megatron.core.transformer.mlp"], "bias_swiglu_impl", elementwise.swiglu)
+
+
+def _use_own_rotation() -> None:
+    """Makes attention rotate by elementwise.py. Megatron's takes about ten kernels without TransformerEngine."""
 
     def rotate(x: Tensor, angles: Tensor, config: Any, cu_seqlens: Tensor | None = None, mscale: float = 1.0, **others):
         if cu_seqlens is None and mscale == 1.0 and not config.rotary_interleaved:
-            turned = elementwise.rotated(x[..., : angles.size(-1)], angles)
-            return turned if angles.size(-1) == x.size(-1) else torch.cat((turned, x[..., angles.size(-1) :]), -1)
+            return elementwise.rotated(x, angles, getattr(config, elementwise.ROTATION))
         return original(x, angles, config, cu_seqlens=cu_seqlens, mscale=mscale, **others)
 
+    attention = sys.modules["megatron.core.transformer.attention"]
     original = patch(attention, "apply_rotary_pos_emb", rotate)
-    patch(mlp, "bias_swiglu_impl", elementwise.swiglu)
 
 
 def _do_without_optional_libraries() -> None:

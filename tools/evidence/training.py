@@ -230,5 +230,6 @@ PARTS: dict[str, Part] = {
     "without fused SwiGLU": partial(compare, case=DENSE, names=("swiglu",)),
     "without products into gradients": partial(compare, case=DENSE, names=("gradients",)),
     "without one product for experts": partial(compare, case=EXPERTS, names=("experts",)),
-    "without TransformerEngine's fusions": partial(compare, case=EXPERTS, names=("rotary", "permutation")),
+    "without fused rotary embeddings": partial(compare, case=DENSE, names=("rotary",)),
+    "without TransformerEngine's permutation": partial(compare, case=EXPERTS, names=("permutation",)),
 }

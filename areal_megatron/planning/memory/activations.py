@@ -256,6 +256,6 @@ def layer_of(config: Config, model: Architecture, chosen: int, on_cuda: bool) ->
         sizes,
         ITEMSIZE[config.model.dtype],
         fused_swiglu=not on_cuda,
-        rotates_alike=not on_cuda and not model.dimensions.latent,
+        rotates_alike=not model.dimensions.latent,
         modules=config.trainer.recompute_modules,
     )

@@ -1,11 +1,16 @@
 """The elementwise parts of a layer against plain formulas, with gradients by autograd in float64."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
 
-from areal_megatron.trainer.elementwise import rms_norm, rotated, swiglu
+from areal_megatron.trainer import elementwise
+from areal_megatron.trainer.elementwise import Rotation, rms_norm, rotated, swiglu
+
+CUDA = torch.cuda.is_available()
 
 SHAPES = {"hidden": (7, 1, 48), "heads": (5, 1, 3, 16), "one token": (1, 1, 8)}
 
@@ -77,6 +82,37 @@ def test_rotation(dtype):
         check(lambda x: rotated(x, angles), formula, [torch.randn(9, 1, 3, 16)], dtype)
     projection = torch.randn(9, 1, 3, 40)
     check(lambda x: rotated(x[..., 8:24], angles), lambda x: plain[1](x[..., 8:24]), [projection], dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rotation_of_a_part_by_a_factor(dtype):
+    torch.manual_seed(3)
+    angles = torch.outer(torch.arange(9.0), torch.rand(4))
+    angles = torch.cat((angles, angles), -1)[:, None, None]
+    check(
+        lambda x: rotated(x, angles, Rotation(factor=1.25)),
+        lambda x: torch.cat((1.25 * complex_rotation(x[..., :8], angles[..., :4]), x[..., 8:]), -1),
+        [torch.randn(9, 1, 3, 16)],
+        dtype,
+    )
+
+
+@pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="no CUDA")])]
+)
+def test_rotation_in_one_pass(device, monkeypatch):
+    """On CPU without a code generator, which needs a C++ compiler there: of what is traced."""
+    if device == "cpu":
+        monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+        elementwise._compiled.cache_clear()
+    torch.manual_seed(4)
+    for tokens, heads, size in ((9, 3, 16), (17, 2, 16), (300, 1, 24)):
+        angles = torch.outer(torch.arange(float(tokens)), torch.rand(8))
+        angles = torch.cat((angles, angles), -1)[:, None, None].to(device)
+        inputs = [torch.randn(tokens, 1, heads, size, device=device)]
+        turn = partial(rotated, angles=angles)
+        check(partial(turn, how=Rotation(in_one_pass=True)), turn, inputs, torch.float32)
+    elementwise._compiled.cache_clear()
 
 
 def complex_rotation(x, angles):

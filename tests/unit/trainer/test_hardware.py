@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 TORCH = {"triton", "a C compiler", "torch.addmm with out_dtype", "torch.nn.functional.grouped_mm"}
 TE, FA3, FA4, DEEP_EP, FLA = "TransformerEngine", "flash_attn_interface", "flash_attn.cute", "deep_ep", "fla-core 0.6"
-PLAIN = {"swiglu", "gradients", "fa2"}
+PLAIN = {"swiglu", "gradients", "rotary", "fa2"}
 """What torch alone brings on any GPU from Ampere on."""
 
 
@@ -41,11 +41,11 @@ def test_an_older_fla_is_none(monkeypatch, there, enough):
         (8, TORCH, "bfloat16", PLAIN),
         (9, TORCH, "bfloat16", {*PLAIN, "experts"}),
         (9, TORCH, "float16", PLAIN),
-        (9, TORCH, "float32", {"swiglu"}),
+        (9, TORCH, "float32", {"swiglu", "rotary"}),
         (9, {*TORCH, TE, FA3, FA4, DEEP_EP, FLA}, "bfloat16", set(KERNELS)),
         (10, {*TORCH, TE, FA3, FA4, DEEP_EP, FLA}, "bfloat16", set(KERNELS) - {"fa3"}),
-        (9, {*TORCH, FLA}, "float32", {"swiglu"}),
-        (8, {*TORCH, TE, FA3, FA4}, "bfloat16", {*PLAIN, "rotary", "permutation"}),
+        (9, {*TORCH, FLA}, "float32", {"swiglu", "rotary"}),
+        (8, {*TORCH, TE, FA3, FA4}, "bfloat16", {*PLAIN, "permutation"}),
         (9, TORCH - {"a C compiler"}, "bfloat16", {"gradients", "fa2", "experts"}),
         (7, {*TORCH, TE}, "float16", set()),
     ],
@@ -73,10 +73,10 @@ def test_this_machine_is_looked_at_without_a_gpu():
 
 
 def test_dense_models_have_no_switches_for_experts():
-    absent = dict.fromkeys(KERNELS, "") | {"rotary": "TransformerEngine is missing"}
-    expected = {"bias_activation_fusion": True, "gradient_accumulation_fusion": True, "apply_rope_fusion": False}
+    absent = dict.fromkeys(KERNELS, "") | {"permutation": "TransformerEngine is missing"}
+    expected = {"bias_activation_fusion": True, "gradient_accumulation_fusion": True}
     assert fusions(absent, experts=False) == expected
-    assert fusions(absent, experts=True) == expected | {"moe_permute_fusion": True}
+    assert fusions(absent, experts=True) == expected | {"moe_permute_fusion": False}
 
 
 def test_a_dispatcher_without_its_package_is_refused():
@@ -88,10 +88,10 @@ def test_a_dispatcher_without_its_package_is_refused():
 
 
 def test_one_line_says_what_is_used_and_what_is_not():
-    absent = dict.fromkeys(KERNELS, "") | {"rotary": "TransformerEngine is missing", "experts": "no reason"}
+    absent = dict.fromkeys(KERNELS, "") | {"rotary": "triton is missing", "experts": "no reason"}
     assert hardware.describe(absent, experts=False, grouped=False) == (
         "SwiGLU in one pass, products that add to float32 gradients; "
-        "without rotary embeddings in one pass (TransformerEngine is missing)"
+        "without rotary embeddings in one pass (triton is missing)"
     )
     line = hardware.describe(absent, experts=True, grouped=False)
     assert "one product for all experts (no reason)" in line and "\n" not in line
@@ -167,22 +167,6 @@ def test_gradients_are_added_in_float32_on_cuda(dtype):
     before = total.clone()
     _Products.wgrad_gemm_accum_fp32(rows[:0], gradient[:0], total)  # an expert without tokens
     assert torch.equal(total, before)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_rotary_embeddings_of_transformer_engine_are_the_formula():
-    rope = pytest.importorskip("transformer_engine.pytorch.attention").apply_rotary_pos_emb
-    from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
-
-    positions = torch.cat([torch.arange(n, device="cuda") for n in (50, 1, 300)])
-    angles = torch.outer(positions.float(), 1e4 ** -(torch.arange(0, 64, 2, device="cuda") / 64))
-    angles = torch.cat((angles, angles), dim=-1)[:, None, None, :]
-    query = torch.randn(len(positions), 1, 4, 64, device="cuda", requires_grad=True)
-    results = [rope(query, angles), _apply_rotary_pos_emb_bshd(query, angles)]
-    torch.testing.assert_close(*results, atol=1e-4, rtol=1e-4)
-    gradients = [torch.autograd.grad(result.square().sum() + result.sum(), query)[0] for result in results]
-    torch.testing.assert_close(*gradients, atol=1e-3, rtol=1e-4)
 
 
 @pytest.mark.gpu
