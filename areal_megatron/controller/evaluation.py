@@ -24,7 +24,7 @@ from areal_megatron.controller.sampler import Sampler
 from areal_megatron.data.files import file_names
 from areal_megatron.data.prompts import Prompt
 from areal_megatron.engine.client import EngineError
-from areal_megatron.observe.estimates import figures
+from areal_megatron.observe import estimates
 from areal_megatron.observe.shown_answers import SHOWN, AnswersWriter, ShownAnswer, evenly
 from areal_megatron.observe.status import EngineState
 from areal_megatron.workflows.episode import EpisodeSpec
@@ -182,10 +182,10 @@ class Evaluation:
         ks = [n] if n > 1 else []  # pass@1 is avg@n
         files = {
             name: {"too_long": sum(prompt.source == number for prompt in self._too_long)}
-            | figures([answer for answer in answers if answer.source == number], n, ks)
+            | estimates.figures([answer for answer in answers if answer.source == number], n, ks)
             for number, name in enumerate(file_names(self._config, "eval"))
         }
-        overall = figures(answers, n, [])
+        overall = estimates.figures(answers, n, [])
         accuracy = overall.pop(f"avg@{n}")
         versions = np.concatenate([answer.versions for answer in answers])
         return {

@@ -231,11 +231,7 @@ def choose_device(config: Config) -> torch.device:
 
 
 def _open_store(config: Config, run: RunFolder, rank: int, timeout: timedelta) -> dist.Store:
-    """Returns the TCPStore of the pool, which takes orders from anybody who reaches it (docs/security.md).
-
-    A FileStore in the run folder would not, but each of its operations locks one file, so that hundreds of ranks would
-    wait for each other for many minutes.
-    """
+    """Returns the TCPStore of the pool, which takes orders from anybody who reaches it (docs/security.md)."""
     if rank > 0:
         host, _, port = run.endpoint(STORE, config.machine.peer_timeout_s).rpartition(":")
         try:
