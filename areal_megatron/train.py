@@ -1,5 +1,5 @@
-"""One trainer rank of an asynchronous PPO run: the main loop (AReaL, arXiv 2505.24298, Sections 4 and 5), or with
-mode=driven that of rank/orders.py.
+"""One trainer rank, and the main loop of asynchronous PPO (AReaL, arXiv 2505.24298, Sections 4 and 5);
+rank/supervised.py and rank/orders.py have the loops of the other modes.
 
 Every rank runs this same program. Generation never waits for it: the engines continue with the weights they have, at
 most rollout.max_staleness versions behind, and the decoupled objective corrects for that.
@@ -57,6 +57,7 @@ def main() -> None:
     config = config_file.load(run.config)
     require("trainer", config)  # before any of these imports megatron-core, which may fail with other versions
     with uncollected():
+        from areal_megatron.rank import supervised
         from areal_megatron.rank.checkpoints import Checkpoints
         from areal_megatron.rank.controller_port import ControllerPort
         from areal_megatron.rank.experience import Experience
@@ -66,6 +67,9 @@ def main() -> None:
         from areal_megatron.trainer.trainer import Trainer
 
     check_fields.require(config)
+    if config.is_supervised:
+        supervised.run_rank(config, run, rank)
+        return
     with Trainer(config, run, rank) as trainer, ControllerPort(config, run, trainer.parallel) as controller:
         weights = Weights(config, run, trainer, controller)
         checkpoints = Checkpoints(config, run, trainer, controller)

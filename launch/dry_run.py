@@ -8,7 +8,7 @@ from pathlib import Path
 
 from areal_megatron.config import SERVED, Config, ConfigError, config_file
 from areal_megatron.launch.supervision import start
-from areal_megatron.launch.supervision.orders import module_of
+from areal_megatron.launch.supervision.orders import MODULES
 from areal_megatron.launch.supervision.start import Beginning
 from areal_megatron.planning.sizes import Sizes, add_sizes, read_header
 from areal_megatron.run.network import check_network
@@ -73,8 +73,6 @@ def text(beginning: Beginning, python: Mapping[str, Sequence[str]]) -> str:
     lines = [beginning.plan.table(), "", f"would start {beginning.run.folder}, {whence}:"]
     for kind, (pool, count) in counts.items():
         if count:
-            command = " ".join(
-                [*python.get("rollout" if pool in SERVED else pool, ["python"]), "-m", module_of(config, pool)]
-            )
+            command = " ".join([*python.get("rollout" if pool in SERVED else pool, ["python"]), "-m", MODULES[pool]])
             lines.append(f"  {count:,} {kind}{'s' * (count > 1)}: {command}")
     return "\n".join(lines)

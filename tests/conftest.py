@@ -23,7 +23,6 @@ from tests.support.traces import Traces
 from tools.smollm2 import installed
 
 ROOT = Path(__file__).parent.parent
-TRAINERS = {"areal_megatron.train", "areal_megatron.supervised"}
 
 
 @pytest.fixture(scope="session")
@@ -181,7 +180,7 @@ class LocalRun:
         role, _, index = name.partition("-")
         sign = {
             "controller": lambda command: "areal_megatron.controller.controller" in command,
-            "trainer": lambda command: TRAINERS & {*command} and command[-1] == index,
+            "trainer": lambda command: "areal_megatron.train" in command and command[-1] == index,
         }.get(role, lambda command: RunFolder(self.folder).endpoint(name).rpartition(":")[2] in command)
         return next(p.pid for p in psutil.Process(self.process.pid).children() if sign(command_of(p)))
 

@@ -1,32 +1,23 @@
-"""One trainer rank of a supervised run: fine-tuning on examples, or DPO or a reward model on pairs of answers.
+"""The loop of a supervised run: fine-tuning on examples, or DPO or a reward model on pairs of answers.
 
 The kinds differ in what is read (data/supervised.py) and in what a step learns from it (trainer/lessons.py).
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from areal_megatron.config import Config, config_file
+from areal_megatron.config import Config
 from areal_megatron.data.supervised import SupervisedData
 from areal_megatron.data.tokenizer import Tokenizer
-from areal_megatron.process.ending import end
-from areal_megatron.process.imports import uncollected
-from areal_megatron.process.shown import guard
-from areal_megatron.run.folder import RunFolder, from_command_line, one_line
-from areal_megatron.run.versions import require
-
-if TYPE_CHECKING:
-    from areal_megatron.rank.checkpoints import Checkpoints
-    from areal_megatron.rank.progress import Progress
-    from areal_megatron.trainer.trainer import Trainer
+from areal_megatron.rank.checkpoints import Checkpoints
+from areal_megatron.rank.progress import Progress
+from areal_megatron.rank.weights import save_hf
+from areal_megatron.run.folder import RunFolder
+from areal_megatron.trainer.trainer import Trainer
 
 
 def teach(
     config: Config, run: RunFolder, trainer: Trainer, data: SupervisedData, checkpoints: Checkpoints, progress: Progress
 ) -> None:
-    from areal_megatron.rank.weights import save_hf
-
     def evaluate(step: int) -> None:
         if data.held_out:
             progress.evaluated(step, trainer.supervised.evaluate(data.held_out))
@@ -52,26 +43,9 @@ def teach(
     progress.finish(stopped=step < config.updates)
 
 
-@one_line()
-def main() -> None:
-    guard()
-    run, rank = from_command_line("areal_megatron.supervised")
-    config = config_file.load(run.config)
-    require("trainer", config)  # before any of these imports megatron-core, which may fail with other versions
-    with uncollected():
-        from areal_megatron.rank.checkpoints import Checkpoints
-        from areal_megatron.rank.progress import Progress
-        from areal_megatron.trainer import check_fields
-        from areal_megatron.trainer.trainer import Trainer
-
-    check_fields.require(config)
+def run_rank(config: Config, run: RunFolder, rank: int) -> None:
     tokenizer = Tokenizer(config.model.path)
     data = SupervisedData(config, tokenizer, run.start.checkpoint, own=run.start.after is not None)
     with Trainer(config, run, rank, tokenizer.pad_token) as trainer:
         progress = Progress(config, run, trainer.parallel, data)
         teach(config, run, trainer, data, Checkpoints(config, run, trainer, progress), progress)
-
-
-if __name__ == "__main__":
-    main()
-    end()

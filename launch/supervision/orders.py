@@ -27,10 +27,12 @@ from areal_megatron.run import gpu_settings
 from areal_megatron.run.folder import RunFolder, is_server
 from areal_megatron.run.network import Site
 
-_MODULES = {
+MODULES = {
     "controller": "areal_megatron.controller.controller",
+    "trainer": "areal_megatron.train",
     "rollout": "areal_megatron.engine.server",
 } | dict.fromkeys(SERVED, "areal_megatron.engine.served")
+"""Pool → the module that its processes run."""
 ON_CPU = {
     VISIBLE: "",  # torch and vLLM would take a GPU if they saw one
     "OMP_NUM_THREADS": "1",
@@ -129,11 +131,6 @@ Order = StartOrder | End | EndAll | Present | Leave
 Event = NodeHello | Ended | Cleared | Alive
 
 
-def module_of(config: Config, pool: str) -> str:
-    """Returns the module that processes of a pool run."""
-    return _MODULES.get(pool, "areal_megatron.supervised" if config.is_supervised else "areal_megatron.train")
-
-
 def start_order(
     config: Config,
     run: RunFolder,
@@ -150,7 +147,7 @@ def start_order(
     find each other, a new one for every start. `shares`: how the pools divide their GPUs' memory, if they share GPUs.
     `site`: where it is, if it is an engine at another one.
     """
-    command = [*(python or [sys.executable]), "-m", module_of(config, process.pool), "--run", str(run.folder)]
+    command = [*(python or [sys.executable]), "-m", MODULES[process.pool], "--run", str(run.folder)]
     if process.pool == "rollout":  # engines live on while the others are started again
         command += ["--lease", str(run.lease)]
     else:

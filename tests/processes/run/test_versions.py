@@ -244,9 +244,7 @@ def refused(program, run):
     return line
 
 
-@pytest.mark.parametrize(
-    ("program", "pool"), [("train", "trainer"), ("supervised", "trainer"), ("engine.server", "rollout")]
-)
+@pytest.mark.parametrize(("program", "pool"), [("train", "trainer"), ("engine.server", "rollout")])
 def test_a_process_of_a_pool_ends_before_it_imports_what_is_wrong(packages, begun, program, pool):
     install(packages, "torch", "2.14.0")
     (packages / "torch.py").write_text("raise AssertionError('imported')")
@@ -255,13 +253,12 @@ def test_a_process_of_a_pool_ends_before_it_imports_what_is_wrong(packages, begu
 
 
 @pytest.mark.parametrize("error", ["RuntimeError", "ImportError"])
-@pytest.mark.parametrize("program", ["train", "supervised"])
-def test_transformer_engine_in_part_is_one_line(packages, begun, program, error):
+def test_transformer_engine_in_part_is_one_line(packages, begun, error):
     """A RuntimeError is a traceback of megatron-core's; an ImportError it would take for no TransformerEngine."""
     package = packages / "transformer_engine"
     package.mkdir()
     (package / "__init__.py").write_text(f"raise {error}('no transformer-engine-cu13 is\\ninstalled')\n")
-    line = refused(program, begun)
+    line = refused("train", begun)
     assert f"TransformerEngine is installed in part and cannot be imported ({error}: no transformer-engine-cu13" in line
 
 
