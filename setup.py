@@ -22,7 +22,7 @@ setup(
     packages=find_packages(include=["areal_megatron*"]),  # launch/ too, by the link areal_megatron/launch
     package_data={
         "areal_megatron.launch": ["manifests/*.yaml"],
-        "areal_megatron.launch.page": ["page.html", "page.css", "page.js"],
+        "areal_megatron.page": ["page.html", "page.css", "page.js"],
     },
     install_requires=[
         "aiohttp",

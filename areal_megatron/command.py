@@ -39,13 +39,13 @@ COMMANDS = {
         "areal_megatron.planning.calibrate", "how well a run's machines did, for simulate and plan --best"
     ),
     "fetch": Command(
-        "areal_megatron.launch.fetch", "bring a run's models and data from the hub, where there is a network"
+        "areal_megatron.programs.fetch", "bring a run's models and data from the hub, where there is a network"
     ),
-    "rows": Command("areal_megatron.launch.rows", "the first rows of a run's data, as the run sees them"),
-    "status": Command("areal_megatron.launch.status", "how a run is, from anywhere that sees its folder"),
+    "rows": Command("areal_megatron.programs.rows", "the first rows of a run's data, as the run sees them"),
+    "status": Command("areal_megatron.programs.status", "how a run is, from anywhere that sees its folder"),
     "engines": Command("areal_megatron.launch.engines", "add engines to a run while it runs, or drain some"),
     "evaluate": Command("areal_megatron.launch.evaluate", "how good a model is: avg@n and pass@k"),
-    "report": Command("areal_megatron.launch.page.report", "a page about what a run has learned"),
+    "report": Command("areal_megatron.page.report", "a page about what a run has learned"),
     "trajectories": Command("areal_megatron.programs.trajectories", "what a run has trained, answer by answer"),
     "mirror": Command("areal_megatron.observe.mirror", "its metrics in W&B, MLflow, SwanLab or Trackio"),
     "audit": Command("areal_megatron.programs.audit", "check that a run lost nothing and trained nothing twice"),

@@ -51,17 +51,7 @@ from areal_megatron.engine.adapters import BASE, Named, told
 from areal_megatron.engine.client import EngineError
 from areal_megatron.engine.environment import ADAPTERS
 from areal_megatron.hub import hub
-from areal_megatron.launch import comparison
-from areal_megatron.launch.comparison import Model, differences
 from areal_megatron.launch.engines import consecutive
-from areal_megatron.launch.evaluation_config import (
-    config_of,
-    config_of_run,
-    find_models,
-    first_given,
-    run_of,
-    say,
-)
 from areal_megatron.launch.local import device_of
 from areal_megatron.launch.supervision.failure import Failure
 from areal_megatron.launch.supervision.hosts import Here
@@ -77,6 +67,16 @@ from areal_megatron.planning.pools import Process, Slot
 from areal_megatron.process.errors import first_cause
 from areal_megatron.process.files import new_folder, write_atomically, write_json
 from areal_megatron.process.shown import guard
+from areal_megatron.programs import comparison
+from areal_megatron.programs.comparison import Model, differences
+from areal_megatron.programs.evaluation_config import (
+    config_of,
+    config_of_run,
+    find_models,
+    first_given,
+    run_of,
+    say,
+)
 from areal_megatron.reward.answers import problem_with_answers
 from areal_megatron.reward.function import BUILT_IN, load_function
 from areal_megatron.reward.trial import try_rewards

@@ -13,8 +13,7 @@ import shlex
 import sys
 
 from areal_megatron.config import Config, ConfigError, config_file
-from areal_megatron.launch import dry_run
-from areal_megatron.launch.supervision import gpus, start
+from areal_megatron.launch.supervision import dry_run, gpus, start
 from areal_megatron.launch.supervision.hosts import Here
 from areal_megatron.launch.supervision.supervise import Outcome, supervise
 from areal_megatron.planning.pools import Node

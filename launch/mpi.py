@@ -21,8 +21,7 @@ from os import environ
 import msgspec
 
 from areal_megatron.config import Config, ConfigError, config_file
-from areal_megatron.launch import dry_run
-from areal_megatron.launch.supervision import start
+from areal_megatron.launch.supervision import dry_run, start
 from areal_megatron.launch.supervision.hosts import HostError, Nodes
 from areal_megatron.launch.supervision.node import POLL_S, Supervisor, hello
 from areal_megatron.launch.supervision.orders import Alive, End, Event, NodeHello, Order, StartOrder
@@ -31,6 +30,7 @@ from areal_megatron.launch.supervision.supervise import Outcome, supervise
 from areal_megatron.planning.pools import Node, Process
 from areal_megatron.process.shown import guard
 from areal_megatron.process.silence import SIGN_S, Repeater
+from areal_megatron.programs.fetch import fetch_all
 from areal_megatron.run.folder import Replaced, RunFolder
 from areal_megatron.run.network import check_network
 
@@ -77,7 +77,7 @@ def main(arguments: list[str] | None = None) -> int:
             channel.close()
             return 0
         with start.lease(config) as lease:
-            start.fetch(config, lease.run)
+            fetch_all(config, lease.run)
             start.check_input(config)
             beginning = _check(config, options, nodes, world.size, places, lease.run)
             print(beginning.plan.table(), flush=True)

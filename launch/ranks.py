@@ -26,8 +26,7 @@ import msgspec
 import zmq
 
 from areal_megatron.config import Config, ConfigError, config_file
-from areal_megatron.launch import dry_run
-from areal_megatron.launch.supervision import start
+from areal_megatron.launch.supervision import dry_run, start
 from areal_megatron.launch.supervision.hosts import HostError, Nodes
 from areal_megatron.launch.supervision.node import LAUNCHER_SILENCE, POLL_S, Supervisor, hello
 from areal_megatron.launch.supervision.orders import Alive, Event, Leave, NodeHello, Order, Present
@@ -35,6 +34,7 @@ from areal_megatron.launch.supervision.supervise import Outcome, supervise
 from areal_megatron.process.files import read_replaced, write_atomically
 from areal_megatron.process.shown import guard
 from areal_megatron.process.silence import SIGN_S, AwakeClock, Repeater, sign_interval
+from areal_megatron.programs.fetch import fetch_all
 from areal_megatron.run.folder import Replaced, RunFolder
 from areal_megatron.run.json_input import read_record
 from areal_megatron.run.network import address
@@ -134,7 +134,7 @@ def _lead(own: Rank, config: Config, options: argparse.Namespace) -> int:
         try:
             nodes = Nodes(gathering, config.machine.silence_s)
             found = nodes.gather([_name(number) for number in range(own.world)], config.machine.gather_s)
-            start.fetch(config, lease.run)
+            fetch_all(config, lease.run)
             start.check_input(config)
             beginning = start.check_nodes(config, found, lease.run, options.python)
             print(beginning.plan.table(), flush=True)

@@ -29,8 +29,7 @@ import msgspec
 
 from areal_megatron.checkpoint import folder as checkpoint_folder
 from areal_megatron.config import Config, ConfigError, config_file
-from areal_megatron.launch import dry_run
-from areal_megatron.launch.supervision import node, start
+from areal_megatron.launch.supervision import dry_run, node, start
 from areal_megatron.launch.supervision.hosts import HostError, Nodes
 from areal_megatron.launch.supervision.lease import Lease
 from areal_megatron.launch.supervision.orders import Event, Leave, Order, Present
@@ -39,6 +38,7 @@ from areal_megatron.launch.supervision.supervise import Outcome, supervise
 from areal_megatron.process.files import read_replaced, write_atomically
 from areal_megatron.process.shown import guard
 from areal_megatron.process.silence import Repeater, sign_interval
+from areal_megatron.programs.fetch import fetch_all
 from areal_megatron.run.folder import Replaced, RunFolder
 from areal_megatron.run.json_input import read_record
 
@@ -111,7 +111,7 @@ def _run(job: Job, config: Config, options: argparse.Namespace, lease: Lease) ->
 
     Raises ConfigError, HostError or Replaced before it has started anything.
     """
-    start.fetch(config, lease.run)
+    fetch_all(config, lease.run)
     start.check_input(config)
     nodes = Nodes(srun(job, config.machine.silence_s), config.machine.silence_s)
     try:

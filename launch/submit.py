@@ -19,10 +19,10 @@ import sys
 from collections.abc import Sequence
 
 from areal_megatron.config import Config, ConfigError, config_file
-from areal_megatron.launch import dry_run
-from areal_megatron.launch.supervision import start
+from areal_megatron.launch.supervision import dry_run, start
 from areal_megatron.planning.sizes import Sizes, add_sizes
 from areal_megatron.process.shown import guard
+from areal_megatron.programs.fetch import fetch_all
 from areal_megatron.run.folder import RunFolder
 
 _SBATCH_S = 60.0
@@ -61,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
         config = config_file.load(options.config, overrides)
         written = script(config, overrides, options)
         if not options.dry_run:  # here, since nodes often have no network
-            start.fetch(config, RunFolder(config.run_dir))
+            fetch_all(config, RunFolder(config.run_dir))
         planned = dry_run.text(dry_run.check_imagined(config, Sizes.given(options), options.python), options.python)
         if options.dry_run:
             print(f"{planned}\n\nwould submit with 'sbatch':\n{written}", end="")

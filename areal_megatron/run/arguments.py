@@ -24,7 +24,7 @@ class Parser(argparse.ArgumentParser):
     """A parser of a program's arguments.
 
     Example:
-        parser = Parser("areal_megatron.launch.rows", __doc__)
+        parser = Parser("areal_megatron.programs.rows", __doc__)
         parser.add_config()
         parser.parse_intermixed_args(["my.yaml", "--lr", "1e-5"])
         # error: areal rows: there is no option --lr; keys of the config are given as optimizer.lr=1e-5

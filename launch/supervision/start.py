@@ -8,7 +8,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -19,7 +19,6 @@ from areal_megatron.checkpoint.disk import CheckpointError
 from areal_megatron.checkpoint.folder import SavedCheckpoint
 from areal_megatron.checkpoint.hf_folder import HfFolder
 from areal_megatron.config import Config, ConfigError, config_file
-from areal_megatron.data import files
 from areal_megatron.data.check import check_data
 from areal_megatron.data.drawing import Member, goes_on, saved_in
 from areal_megatron.data.dumps import check_same, check_tokens, recorded
@@ -30,13 +29,14 @@ from areal_megatron.engine import served
 from areal_megatron.hub import hub
 from areal_megatron.launch.supervision.lease import Lease
 from areal_megatron.launch.supervision.orders import NodeHello
-from areal_megatron.model_check import check_model, check_published
+from areal_megatron.model_check import check_model
 from areal_megatron.models.architecture import architecture, read_config
 from areal_megatron.observe.metrics import last_saved
 from areal_megatron.observe.trackers import check_trackers
 from areal_megatron.planning.option_check import check_options, without_kernels
 from areal_megatron.planning.plan import ClusterPlan, plan
 from areal_megatron.planning.pools import Node, Placement
+from areal_megatron.programs.fetch import fetch_all
 from areal_megatron.reward.answers import problem_with_answers
 from areal_megatron.reward.function import load_function
 from areal_megatron.reward.group import load_group_function
@@ -213,7 +213,7 @@ def check(
     check_trackers(config.track)
     if run is None:
         _check_place(Path(config.runs_dir))
-    fetch(config, run, fetched)
+    fetch_all(config, run, fetched)
     adapters = (model.adapter for model in config.served_models.values())
     models = filter(None, (config.lora.start, *adapters, *_models(config).values()))
     weights = fetched or all(map(hub.has_weights, models))
@@ -287,45 +287,6 @@ def decide_device(config: Config, gpus: Mapping[str, Sequence[int | str]]) -> st
             "whether nvidia-smi lists them there, or choose the cores with machine.device=cpu"
         )
     return "cuda"
-
-
-def fetch(config: Config, run: RunFolder | None = None, weights: bool = True) -> None:
-    """Brings models and data that are named on the hub onto this disk. The config then has the models' folders, and the
-    commits of the data; those that `run` has, if it is resumed. Raises ConfigError.
-
-    Unless everything is there, the hub is asked by this process alone, before anything has been started. A model that
-    cannot be trained is refused before its weights are fetched.
-    """
-    before = None
-    if run is not None and config.resume and run.config.exists():
-        with suppress(ConfigError):  # of a version of this project with other keys
-            before = config_file.load(run.config)
-    earlier = before.model.path if before else ""
-    config.model.path = hub.model_folder(config.model.path, "model.path", weights, earlier, _check_description)
-    if adapter := config.lora.start:
-        earlier = before.lora.start if before else ""
-        config.lora.start = hub.model_folder(adapter, "lora.start", weights, earlier)
-    if teacher := config.ppo.penalty.kl_folder:
-        earlier = before.ppo.penalty.kl_model if before else ""
-        config.ppo.penalty.kl_model = hub.model_folder(teacher, "ppo.penalty.kl_model", weights, earlier)
-    for name, model in config.served_models.items():
-        earlier = getattr(before.served, name).path if before else ""
-        model.path = hub.model_folder(model.path, f"served.{name}.path", weights, earlier)
-        if model.adapter:
-            earlier = getattr(before.served, name).adapter if before else ""
-            model.adapter = hub.model_folder(model.adapter, f"served.{name}.adapter", weights, earlier)
-    if not config.has_data:
-        return
-    commits = files.commits(before) if before else {}
-    places = {"data": config.data} | {f"environments.{n}": own for n, own in enumerate(config.environments)}
-    for place, own in places.items():
-        own.train = own.train and files.fetch(own.train, f"{place}.train", commits)
-        own.eval = own.eval and files.fetch(own.eval, f"{place}.eval", commits)
-
-
-def _check_description(folder: str) -> None:
-    check_published(folder)
-    Tokenizer(folder, untried=True)
 
 
 def check_input(config: Config, weights: bool = True) -> Sequence[Member]:

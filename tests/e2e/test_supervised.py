@@ -17,8 +17,8 @@ from areal_megatron.data.dumps import dumped
 from areal_megatron.data.dumps import read as read_dump
 from areal_megatron.data.pairs import read_pairs
 from areal_megatron.data.tokenizer import Tokenizer
-from areal_megatron.launch.page.report import write_report
 from areal_megatron.observe.metrics import read_metrics
+from areal_megatron.page.report import write_report
 from areal_megatron.run.folder import RunFolder
 from tests.e2e.test_run import small
 from tools.make_arithmetic import good_answer, hasty_answer, make_tokenizer

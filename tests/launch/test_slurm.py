@@ -14,12 +14,13 @@ import pytest
 
 from areal_megatron.checkpoint.folder import complete
 from areal_megatron.config import Config, ConfigError
-from areal_megatron.launch import slurm, status
+from areal_megatron.launch import slurm
 from areal_megatron.launch import submit as submitting
 from areal_megatron.launch.supervision.orders import NodeHello
 from areal_megatron.observe.metrics import read_metrics, read_status
 from areal_megatron.observe.records import read_record
 from areal_megatron.observe.status import EngineStatus
+from areal_megatron.programs import status
 from areal_megatron.programs.audit import audit
 from areal_megatron.run.folder import RunFolder
 from areal_megatron.run.network import check_network

@@ -119,7 +119,7 @@ def test_the_wheel_holds_the_packages_and_nothing_else(wheel):
     own = {path.relative_to(ROOT) for path in (ROOT / "areal_megatron").rglob("*") if path.is_file()}
     launch = {"areal_megatron" / path.relative_to(ROOT) for path in (ROOT / "launch").rglob("*") if path.is_file()}
     assert packed == {str(path) for path in own | launch if path.suffix != ".pyc"}
-    assert {f"areal_megatron/launch/page/page.{kind}" for kind in ("html", "css", "js")} <= packed
+    assert {f"areal_megatron/page/page.{kind}" for kind in ("html", "css", "js")} <= packed
     [entry_points] = [name for name in names if name.endswith("entry_points.txt")]
     assert b"areal_megatron.engine.plugin:register" in zipfile.ZipFile(wheel).read(entry_points)
 
@@ -187,7 +187,7 @@ def test_a_run_is_looked_at(installed, run, tmp_path):
     assert areal("audit", run.folder).startswith("0 faults")
     areal("report", run.folder, "--out", tmp_path / "report.html")
     assert "<style>" in (tmp_path / "report.html").read_text()
-    loads = "import sys; from areal_megatron.launch import status; print('tensorboard' in sys.modules)"
+    loads = "import sys; from areal_megatron.programs import status; print('tensorboard' in sys.modules)"
     assert installed("-c", loads) == "False\n"
 
 

@@ -18,10 +18,7 @@ from areal_megatron.config import ConfigError, config_file
 from areal_megatron.controller import state
 from areal_megatron.data.dumps import Dump, write
 from areal_megatron.data.tokenizer import Tokenizer
-from areal_megatron.launch import engines, status
-from areal_megatron.launch.page import report
-from areal_megatron.launch.page.browser import Browser
-from areal_megatron.launch.page.watched import Watched
+from areal_megatron.launch import engines
 from areal_megatron.launch.supervision import lease, start
 from areal_megatron.launch.supervision.processes import Log
 from areal_megatron.launch.supervision.recorder import Recorder
@@ -30,12 +27,15 @@ from areal_megatron.observe.metrics import MetricsWriter, read_status, write_sta
 from areal_megatron.observe.spans import merge
 from areal_megatron.observe.status import EngineStatus, Status
 from areal_megatron.observe.timeline import Timeline
+from areal_megatron.page import report
+from areal_megatron.page.browser import Browser
+from areal_megatron.page.watched import Watched
 from areal_megatron.planning.pools import Node, Placement, Process, Slot
 from areal_megatron.process.files import read_replaced
-from areal_megatron.programs import audit, trajectories
+from areal_megatron.programs import audit, status, trajectories
 from areal_megatron.run.folder import RunFolder
-from tests.processes.launch.test_page import update
-from tests.unit.launch.test_report import evaluation
+from tests.processes.page.test_page import update
+from tests.unit.page.test_report import evaluation
 from tests.unit.programs.test_audit import Past
 from tests.unit.programs.test_trajectories import answer, model  # noqa: F401 - a fixture
 

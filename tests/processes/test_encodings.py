@@ -139,7 +139,7 @@ def test_a_config_is_utf_8_in_any_locale(locale, folder, command):
     """Called by `areal`, and as a module: of both the text is what was written."""
     modules = {
         "train": "areal_megatron.launch.local",
-        "status": "areal_megatron.launch.status",
+        "status": "areal_megatron.programs.status",
         "audit": "areal_megatron.programs.audit",
     }
     place = ["ß.yaml", "--dry-run"] if command == "train" else ["run"]

@@ -120,8 +120,8 @@ async def agents_tls(folder, told):
 
 
 async def page(folder, told):
-    from areal_megatron.launch.page.server import Page
-    from areal_megatron.launch.page.watched import Watched
+    from areal_megatron.page.server import Page
+    from areal_megatron.page.watched import Watched
     from areal_megatron.run.folder import RunFolder
 
     page = Page(Watched(RunFolder(folder / "run")), SECRET)

@@ -16,8 +16,8 @@ from areal_megatron.data.files import fetch, records, source_names
 from areal_megatron.hub import hub
 from areal_megatron.hub.hub import HubData, HubRepo, model_folder, split_files
 from areal_megatron.launch import evaluate, local, submit
-from areal_megatron.launch.supervision import start
 from areal_megatron.programs import convert
+from areal_megatron.programs.fetch import fetch_all
 from areal_megatron.run.folder import RunFolder
 from tests.support.hub_server import HubServer
 
@@ -159,7 +159,7 @@ def test_a_model_that_cannot_be_trained_is_refused_before_its_weights_are_fetche
         ({"tokenizer.json": None}, "tokenizer.json is missing; save the tokenizer as a fast one"),
     ):
         model.commit({name: text for name, text in {**files, **changed}.items() if text is not None})
-        assert says in refused(start.fetch, config)
+        assert says in refused(fetch_all, config)
         assert config.model.path == "Tiny/Model-1.5B" and "model.safetensors" not in server.downloads()
 
 
@@ -170,7 +170,7 @@ def test_a_run_goes_on_with_the_revisions_it_began_with(server, model, world, tm
     keys = ["model.path=Tiny/Model-1.5B", "data.train=tiny/sums", "data.eval=", f"runs_dir={tmp_path}", "name=x"]
     config = config_file.load(ROOT / "configs/tiny_cpu.yaml", keys)
     run = RunFolder(config.run_dir)
-    start.fetch(config, run)
+    fetch_all(config, run)
     assert config.data.train == f"tiny/sums@{rows}" and first in config.model.path
     run.create()
     config_file.save(config, run.config)
@@ -178,17 +178,17 @@ def test_a_run_goes_on_with_the_revisions_it_began_with(server, model, world, tm
     moved = model.commit({**model.commits[first], "notes.txt": "moved"})
     data.commit({"train.jsonl": jsonl(*ROWS)})
     again = config_file.load(ROOT / "configs/tiny_cpu.yaml", [*keys, "resume=auto"])
-    start.fetch(again, run)
+    fetch_all(again, run)
     assert again.model.path == config.model.path and again.data.train == config.data.train
     saved = config_file.load(run.config)
     subprocess.run(["rm", "-rf", str(tmp_path / "cache")], check=True)
-    start.fetch(saved)
+    fetch_all(saved)
     assert saved.model.path == config.model.path and (Path(saved.model.path) / "model.safetensors").exists()
     new = config_file.load(ROOT / "configs/tiny_cpu.yaml", keys)
-    start.fetch(new)
+    fetch_all(new)
     assert moved in new.model.path and rows not in new.data.train
     named = config_file.load(ROOT / "configs/tiny_cpu.yaml", [*keys, "resume=auto", "model.path=Tiny/Model-1.5B@main"])
-    text = refused(start.fetch, named, run)
+    text = refused(fetch_all, named, run)
     assert f"is {moved} now, and the run began with {first}: write Tiny/Model-1.5B@{first} to go on" in text
 
 

@@ -36,12 +36,13 @@ from areal_megatron.controller.sampler import Sampler
 from areal_megatron.data.prompts import read_prompts
 from areal_megatron.engine.client import Completion
 from areal_megatron.engine.server import engine_arguments
-from areal_megatron.launch import comparison, evaluate
-from areal_megatron.launch.comparison import differences, names_of
+from areal_megatron.launch import evaluate
 from areal_megatron.models.architecture import architecture, read_config
 from areal_megatron.observe.estimates import difference, estimate, figures, pass_at_k
 from areal_megatron.observe.evaluation_folder import Folder, Sampled, files_digest
 from areal_megatron.observe.timeline import Timeline
+from areal_megatron.programs import comparison
+from areal_megatron.programs.comparison import differences, names_of
 from areal_megatron.run.folder import RunFolder
 from areal_megatron.workflows.runner import EpisodeRunner
 from areal_megatron.workflows.sampling import Decoding

@@ -24,7 +24,7 @@ from areal_megatron.observe.shown_answers import HEAD, AnswersWriter, ShownAnswe
 from areal_megatron.observe.trackers import check_trackers
 from areal_megatron.run.folder import RunFolder
 from tests.support.soaking import with_soaked
-from tests.unit.launch.test_report import evaluation, make_run
+from tests.unit.page.test_report import evaluation, make_run
 
 UPDATES = 20
 HOSTILE = "<script>alert(1)</script> **x** | y\n# z\x1b[2J\u202e"

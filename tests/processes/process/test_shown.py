@@ -21,10 +21,7 @@ from areal_megatron.config import Config, DataConfig, ModelConfig, config_file
 from areal_megatron.data.dumps import Dump, write
 from areal_megatron.data.pieces import MOST_TORN, pieces
 from areal_megatron.data.tokenizer import Tokenizer
-from areal_megatron.launch import engines, evaluate, fetch, local, rows, status, submit
-from areal_megatron.launch.page import report
-from areal_megatron.launch.page.browser import Browser
-from areal_megatron.launch.page.watched import Watched, as_json
+from areal_megatron.launch import engines, evaluate, local, submit
 from areal_megatron.launch.supervision import output
 from areal_megatron.launch.supervision.processes import Log
 from areal_megatron.launch.supervision.recorder import Recorder
@@ -32,12 +29,15 @@ from areal_megatron.observe import mirror
 from areal_megatron.observe.console import Console
 from areal_megatron.observe.metrics import MetricsWriter, write_status
 from areal_megatron.observe.status import EngineStatus, Status
+from areal_megatron.page import report
+from areal_megatron.page.browser import Browser
+from areal_megatron.page.watched import Watched, as_json
 from areal_megatron.planning import calibrate, plan, simulate
 from areal_megatron.planning.pools import Node, Placement, Process
 from areal_megatron.process.errors import printable
 from areal_megatron.process.shown import escaped, guard, visible
 from areal_megatron.process.terminal import Terminal
-from areal_megatron.programs import audit, convert, trajectories
+from areal_megatron.programs import audit, convert, fetch, rows, status, trajectories
 from areal_megatron.run.folder import RunFolder
 from tests.unit.programs.test_trajectories import answer, model  # noqa: F401 - a fixture
 from tests.unit.test_rooms import EVERY_IMPORT, TREES

@@ -8,7 +8,7 @@ import pytest
 from areal_megatron.config import Config, ConfigError, DataConfig, ModelConfig, RewardConfig
 from areal_megatron.data.check import check_data
 from areal_megatron.data.doubts import says_nothing
-from areal_megatron.launch import rows
+from areal_megatron.programs import rows
 from tests.conftest import ROOT
 
 SIX = {"prompt": [{"role": "user", "content": "What is 6 times 7?"}], "reward_model": {"ground_truth": "42"}}

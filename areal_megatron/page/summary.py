@@ -8,8 +8,8 @@ from statistics import mean, median
 from typing import Any, TypeGuard
 
 from areal_megatron.config import Config, config_fields
-from areal_megatron.launch.page.history import History
 from areal_megatron.observe.console import duration
+from areal_megatron.page.history import History
 
 _LAST = 10
 """Updates of which the last figures are a mean."""

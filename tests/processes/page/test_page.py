@@ -27,25 +27,25 @@ from areal_megatron.controller.schedule import Group
 from areal_megatron.data import dumps
 from areal_megatron.data.dumps import Dump, write
 from areal_megatron.data.tokenizer import Tokenizer
-from areal_megatron.launch.page import browser as trajectory_browser
-from areal_megatron.launch.page import report, runs, server
-from areal_megatron.launch.page.browser import Browser, tree
-from areal_megatron.launch.page.history import MOST_POINTS, History, thinned
-from areal_megatron.launch.page.report import write_report
-from areal_megatron.launch.page.runs import WatchedRuns
-from areal_megatron.launch.page.server import Page
-from areal_megatron.launch.page.watched import Watched
 from areal_megatron.launch.supervision.processes import Log
 from areal_megatron.launch.supervision.recorder import Recorder
 from areal_megatron.observe.metrics import MetricsWriter, write_status
 from areal_megatron.observe.shown_answers import LONGEST, AnswersWriter, ShownAnswer
 from areal_megatron.observe.status import EngineStatus, Status
+from areal_megatron.page import browser as trajectory_browser
+from areal_megatron.page import report, runs, server
+from areal_megatron.page.browser import Browser, tree
+from areal_megatron.page.history import MOST_POINTS, History, thinned
+from areal_megatron.page.report import write_report
+from areal_megatron.page.runs import WatchedRuns
+from areal_megatron.page.server import Page
+from areal_megatron.page.watched import Watched
 from areal_megatron.planning.pools import Node, Placement, Process, Slot
 from areal_megatron.run import descriptors
 from areal_megatron.run.folder import RunFolder
 from tests.support.chat_world import FORGETTING, TEMPLATE, World
 from tests.support.chromium import Chromium
-from tests.unit.launch.test_report import evaluation
+from tests.unit.page.test_report import evaluation
 from tests.unit.programs.test_trajectories import answer, model  # noqa: F401 - a fixture
 from tests.unit.workflows.test_endpoint import ask as ask_for
 from tests.unit.workflows.test_endpoint import user
@@ -119,7 +119,7 @@ def show(run, version, phase="training"):
 def served(folder, *options, stderr=subprocess.PIPE):
     """Yields the address that `areal status --web` prints. Few files may be open, until it asks for more."""
     limits = partial(resource.setrlimit, resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-    command = [sys.executable, "-m", "areal_megatron.launch.status", str(folder), "--web", *options]
+    command = [sys.executable, "-m", "areal_megatron.programs.status", str(folder), "--web", *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, preexec_fn=limits) as process:
         try:
             address = process.stdout.readline().strip()
@@ -538,7 +538,7 @@ def test_only_who_has_the_token_gets_data(tmp_path, model):  # noqa: F811
 def test_addresses_that_cannot_be_listened_on(tmp_path):
     taken = ("--host", "192.0.2.7"), ("--host", "nosuchinterface")
     for options in taken:
-        command = [sys.executable, "-m", "areal_megatron.launch.status", str(tmp_path), "--web", *options]
+        command = [sys.executable, "-m", "areal_megatron.programs.status", str(tmp_path), "--web", *options]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
         assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
 
@@ -679,8 +679,8 @@ def test_a_file_server_that_hangs_holds_up_no_request(tmp_path, model, monkeypat
 def test_a_slow_file_server_leaves_the_page_as_it_loads(tmp_path, model, browser):  # noqa: F811
     """Before the first look at the run folder there is nothing to show, and nothing to complain of."""
     code = (
-        "import time; from areal_megatron.launch import status; "
-        "from areal_megatron.launch.page.watched import Watched; "
+        "import time; from areal_megatron.programs import status; "
+        "from areal_megatron.page.watched import Watched; "
         "Watched.refresh = lambda self: time.sleep(4); status.main()"
     )
     command = [sys.executable, "-c", code, str(tmp_path), "--web"]

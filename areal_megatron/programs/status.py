@@ -33,7 +33,7 @@ from areal_megatron.run.folder import RunFolder
 
 def main(arguments: list[str] | None = None) -> int:
     guard()
-    parser = Parser("areal_megatron.launch.status", __doc__)
+    parser = Parser("areal_megatron.programs.status", __doc__)
     parser.add_argument("run", type=Path, help="run folder, e.g. runs/demo")
     parser.add_argument("--all", action="store_true", help="a line for each process")
     parser.add_argument("--web", action="store_true", help="serve a page and print its address")
@@ -61,7 +61,7 @@ def _show(run: RunFolder, named: Path, every: bool) -> int:
 
 
 def _web(run: RunFolder, host: str, port: int) -> int:
-    from areal_megatron.launch.page import server  # with what reads trajectories, it takes a second to import
+    from areal_megatron.page import server  # with what reads trajectories, it takes a second to import
 
     if not 0 <= port < 2**16:
         raise ConfigError(f"--port: must be from 0 to 65535, is {port}")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from areal_megatron.launch.page.watched import Watched
+from areal_megatron.page.watched import Watched
 from areal_megatron.run.folder import RunFolder
 
 _MOST = 100

@@ -26,10 +26,10 @@ from areal_megatron.data.pairs import Pair
 from areal_megatron.data.prompts import LeftOut, Prompt, read_prompts
 from areal_megatron.data.supervised import read_items
 from areal_megatron.data.tokenizer import Tokenizer
-from areal_megatron.launch.supervision import start
 from areal_megatron.process.errors import first_line
 from areal_megatron.process.shown import guard
 from areal_megatron.process.terminal import Terminal
+from areal_megatron.programs.fetch import fetch_all
 from areal_megatron.reward.answers import problem_with_answers
 from areal_megatron.reward.function import RewardFunction, load_function, scored, takes_row
 from areal_megatron.reward.math import right_answers
@@ -145,7 +145,7 @@ def _titled(text: str) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     guard()
-    parser = Parser("areal_megatron.launch.rows", __doc__)
+    parser = Parser("areal_megatron.programs.rows", __doc__)
     parser.add_config()
     parser.add_argument("--eval", action="store_true", help="of data.eval")
     parser.add_argument("--rows", type=int, default=3, metavar="N", help="rows; default 3")
@@ -153,7 +153,7 @@ def main(arguments: list[str] | None = None) -> int:
     key = "eval" if options.eval else "train"
     try:
         config = config_file.load(options.config, options.overrides)
-        start.fetch(config, weights=False)
+        fetch_all(config, weights=False)
         if options.eval and not any(own.data.eval for own in config.by_environment()):
             raise ConfigError("data.eval: there is none")
         terminal = Terminal()

@@ -21,9 +21,9 @@ from typing import Any
 from aiohttp import web
 
 from areal_megatron.config import ConfigError
-from areal_megatron.launch.page.browser import Browser
-from areal_megatron.launch.page.runs import WatchedRuns, holds_runs
-from areal_megatron.launch.page.watched import Watched, as_json
+from areal_megatron.page.browser import Browser
+from areal_megatron.page.runs import WatchedRuns, holds_runs
+from areal_megatron.page.watched import Watched, as_json
 from areal_megatron.run import descriptors
 from areal_megatron.run.folder import RunFolder
 from areal_megatron.run.http_server import HttpServer

@@ -5,7 +5,6 @@ import time
 import pytest
 
 from areal_megatron.config import Config, config_file
-from areal_megatron.launch import status
 from areal_megatron.launch.supervision.processes import Log
 from areal_megatron.launch.supervision.recorder import Recorder
 from areal_megatron.observe import records
@@ -15,6 +14,7 @@ from areal_megatron.observe.records import GONE_S, Pulse, read_record, state_of
 from areal_megatron.observe.status import EngineStatus, Status
 from areal_megatron.planning.pools import Node, Placement, Process, Slot
 from areal_megatron.process.silence import Repeater
+from areal_megatron.programs import status
 from areal_megatron.run.folder import RunFolder
 
 UPDATE = {"effective_tokens_per_s": 1234.0, "accuracy": 0.5, "staleness_max": 3}

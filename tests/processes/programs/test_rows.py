@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from areal_megatron.launch import rows
+from areal_megatron.programs import rows
 from tests.conftest import ROOT
 
 GOOD = {"problem": "What is 6 * 7?", "answer": "42"}
@@ -104,6 +104,6 @@ def test_what_is_trained_of_a_conversation_is_in_colour(show, tmp_path, monkeypa
 
 
 def test_it_needs_neither_torch_nor_vllm():
-    imports = "import sys; from areal_megatron.launch import fetch, rows"
+    imports = "import sys; from areal_megatron.programs import fetch, rows"
     code = f"{imports}; print(*{{'torch', 'vllm', 'megatron'}} & set(sys.modules))"
     assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True).strip() == ""

@@ -4,10 +4,10 @@ import re
 import pytest
 
 from areal_megatron.config import Config, config_file
-from areal_megatron.launch.page import report
 from areal_megatron.observe.metrics import MetricsWriter, write_status
 from areal_megatron.observe.status import Status
 from areal_megatron.observe.timeline import Timeline
+from areal_megatron.page import report
 from areal_megatron.run.folder import RunFolder
 
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from areal_megatron.config import config_file
-from areal_megatron.launch.page.runs import WatchedRuns, holds_runs
-from areal_megatron.launch.page.watched import Watched, as_json
 from areal_megatron.observe.spans import Span, merge, read_spans, speeds_with_and_without
+from areal_megatron.page.runs import WatchedRuns, holds_runs
+from areal_megatron.page.watched import Watched, as_json
 from areal_megatron.process.files import write_atomically
 from areal_megatron.process.shown import guard
 from areal_megatron.run.arguments import Parser
@@ -88,7 +88,7 @@ def _publish_rows(spans: list[Span]) -> list[tuple[str, ...]]:
 
 def main() -> int:
     guard()
-    parser = Parser("areal_megatron.launch.page.report", __doc__)
+    parser = Parser("areal_megatron.page.report", __doc__)
     parser.add_argument("run", type=Path, help="run folder, e.g. runs/demo, or a folder of runs")
     parser.add_argument("--out", type=Path, help="the file to write; default: report.html in that folder")
     options = parser.parse_args()

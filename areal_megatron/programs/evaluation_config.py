@@ -33,11 +33,11 @@ from areal_megatron.config import (
 from areal_megatron.data.files import fetch
 from areal_megatron.engine.adapters import BASE, Named
 from areal_megatron.hub import hub
-from areal_megatron.launch.comparison import Model, names_of
 from areal_megatron.models.architecture import architecture, read_config
 from areal_megatron.models.dtypes import ITEMSIZE
 from areal_megatron.models.weight_files import ADAPTER
 from areal_megatron.process.errors import printable
+from areal_megatron.programs.comparison import Model, names_of
 from areal_megatron.run.folder import RunFolder
 from areal_megatron.workflows.workflow import is_tried
 

@@ -8,15 +8,15 @@ from statistics import median
 from typing import Any
 
 from areal_megatron.config import Config, ConfigError, config_file
-from areal_megatron.launch.page.evaluated import Evaluated
-from areal_megatron.launch.page.history import MOST_POINTS, History
-from areal_megatron.launch.page.summary import tables
 from areal_megatron.observe.advice import advise
 from areal_megatron.observe.figures import GREY, HELD_OUT, Figure, sections
 from areal_megatron.observe.metrics import read_status
 from areal_megatron.observe.process_rows import HEAD, rows
 from areal_megatron.observe.records import GONE_S, LaunchRecord, Pulse, read_record
 from areal_megatron.observe.status import Status
+from areal_megatron.page.evaluated import Evaluated
+from areal_megatron.page.history import MOST_POINTS, History
+from areal_megatron.page.summary import tables
 from areal_megatron.process.shown import visible
 from areal_megatron.run.folder import RunFolder
 
