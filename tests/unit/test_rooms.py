@@ -118,6 +118,19 @@ def test_the_house_is_no_higher_and_has_no_more_rooms_than_one_can_keep_in_mind(
         return 1 + max(map(floor, below[room]), default=0)
 
     assert max(map(floor, ROOMS)) <= 10 and len(ROOMS) <= 28
+    assert len([*(ROOT / "areal_megatron").glob("*.py")]) <= 6
+
+
+def test_every_file_of_launch_starts_processes():
+    """By Slurm, or by what supervises them; in launch/supervision/ is what all of these share."""
+    starts = {"subprocess"} | {f"areal_megatron.launch.supervision.{name}" for name in ("hosts", "supervise")}
+    files = {m for m, path in MODULES.items() if path.parent == ROOT / "launch" and path.name != "__init__.py"}
+    assert files and {module for module in files if not EVERY_IMPORT[module] & starts} == set()
+
+
+def test_nothing_in_the_package_imports_launch():
+    launch = {module for module in MODULES if room_of(module).startswith("launch/")}
+    assert {module for module in TREES.keys() - launch if EVERY_IMPORT[module] & launch} == set()
 
 
 @pytest.mark.parametrize("library", ["torch", "vllm", "megatron"])
