@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any, cast
 
 
 @contextmanager
@@ -20,3 +22,16 @@ def uncollected() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+@contextmanager
+def absent(name: str) -> Iterator[None]:
+    """Lets libraries that use the module `name` where there is one be imported without it."""
+    modules = cast(dict[str, Any], sys.modules)
+    held = {name: modules[name]} if name in modules else {}
+    modules[name] = None  # an import then fails as if it were not installed
+    try:
+        yield
+    finally:
+        del modules[name]
+        modules.update(held)

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
+from areal_megatron.process.imports import absent
 from areal_megatron.process.patching import patch
 from areal_megatron.trainer import elementwise
 from areal_megatron.trainer.cpu import TorchOnCpu
@@ -68,9 +69,10 @@ def _import_megatron(on_cpu: bool) -> None:
     # collectives that torch 2.13 has begun to rename: a user could do nothing about them.
     warnings.filterwarnings("ignore", module=r"megatron\.core")
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed.c10d_logger")
+    # Megatron's inference imports wandb where it is installed, for a third of a second; ranks send nothing to trackers.
     # Fused functions are compiled where they are defined. On a CPU that needs a C++ compiler, takes seconds at import,
     # and gains nothing.
-    with _replaced(torch, "compile", _as_it_is) if on_cpu else contextlib.nullcontext():
+    with absent("wandb"), _replaced(torch, "compile", _as_it_is) if on_cpu else contextlib.nullcontext():
         for name in MODULES:
             importlib.import_module(name)
 
