@@ -39,6 +39,7 @@ def register() -> None:
         _use_fused_kernels()
         _apply_adapters_by_run()
         _expand_settings_of_requests()
+        _inspect_models_here()
         _fork_processes()
         _compute_on_own_cores()
 
@@ -256,6 +257,16 @@ def _expand_settings_of_requests() -> None:
         output.copy_(torch.where(of_requests == replaced, by, of_requests).repeat_interleave(counts))
 
     patch(cpu_triton_utils, "_expand_kernel_impl", expand)  # not registered yet
+
+
+def _inspect_models_here() -> None:
+    """Makes CPU engines look at the class of their model in the server, which needs it anyway.
+
+    vLLM starts a process that imports vLLM once more for 10 s, so that the server does not initialize CUDA.
+    """
+    from vllm.model_executor.models import registry
+
+    patch(registry, "_run_in_subprocess", lambda inspect: inspect())
 
 
 def _fork_processes() -> None:

@@ -1,5 +1,7 @@
 """What the plugin changes in vLLM on CPU computes the same as torch."""
 
+import os
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -162,3 +164,9 @@ def test_linear_layers_compute_from_the_weight_that_updates_are_written_into():
     layer = SimpleNamespace(weight=torch.nn.Parameter(torch.randn(8, 8), requires_grad=False))
     utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
     assert layer.cpu_linear is F.linear and layer.weight.shape == (8, 8)
+
+
+def test_a_model_is_looked_at_in_the_process_that_computes_with_it():
+    from vllm.model_executor.models import registry
+
+    assert registry._run_in_subprocess(os.getpid) == os.getpid()
