@@ -1,5 +1,6 @@
 """What tests of whole runs share: a tiny world, and runs started as a user starts them."""
 
+import atexit
 import ctypes
 import fcntl
 import gc
@@ -20,6 +21,7 @@ from areal_megatron.reward.sandbox import check_isolation
 from areal_megatron.run.folder import RunFolder
 from tests.support.living import command_of
 from tests.support.traces import Traces
+from tools.make_arithmetic import save_model
 from tools.smollm2 import installed
 
 ROOT = Path(__file__).parent.parent
@@ -52,11 +54,12 @@ def of_family(world):
     """Makes an untrained model of another family for the world's data, and returns its folder."""
 
     def make(family: str) -> Path:
+        import torch
+
         folder = world / f"model-{family}"
         if not folder.exists():
-            command = "import sys; from tools.make_arithmetic import save_model; from pathlib import Path; "
-            command += "save_model(Path(sys.argv[1]), 1, sys.argv[2])"
-            subprocess.run([sys.executable, "-c", command, folder, family], cwd=ROOT, check=True, timeout=500)
+            with torch.random.fork_rng():
+                save_model(folder, 1, family)
         return folder
 
     return make
@@ -89,10 +92,7 @@ def pytest_collection():
     finally:
         gc.freeze()
         gc.enable()
-
-
-def pytest_unconfigure() -> None:
-    gc.unfreeze()  # nanobind would print what it finds left
+        atexit.register(gc.unfreeze)  # nanobind would print what it finds left
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
