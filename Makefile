@@ -9,6 +9,8 @@ TORCH_INDEX ?=
 
 PY := .venv/bin/python
 export OMP_NUM_THREADS ?= 1
+# Whoever sets it would have each of a thousand short processes compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: asked setup demo demo-llm docs unit test soak lint clean
 setup: .venv/.installed
