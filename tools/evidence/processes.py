@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 TIMEOUT_S = 60.0
-"""Longest time of the ranks of one measurement."""
+"""Longest time of the ranks of one measurement, if it names no other."""
 
 
 def environment(rank: int) -> dict[str, str]:
@@ -35,12 +35,13 @@ def on_ranks(
     folder: Path,
     settings: Mapping[str, str] | None = None,
     killed: Collection[int] = (),
+    timeout_s: float = TIMEOUT_S,
 ) -> list[Any]:
     """Calls function(rank, *arguments) on each rank; returns what they return, which must be JSON.
 
     `folder`: a new one, for their outputs. `settings`: variables of their environment. `killed`: ranks that kill
     themselves; None stands for what they return. Raises RuntimeError for a rank that fails, with the last line of its
-    output, and after TIMEOUT_S; then all are ended.
+    output, and after `timeout_s`; then all are ended.
     """
     folder.mkdir(parents=True)
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # looking for a GPU must not open it before the fork
@@ -53,7 +54,7 @@ def on_ranks(
     for process in processes:
         process.start()
     try:
-        _wait(dict(enumerate(processes)), set(killed), folder)
+        _wait(dict(enumerate(processes)), set(killed), folder, timeout_s)
     finally:
         for process in processes:
             process.kill()
@@ -64,8 +65,8 @@ def on_ranks(
     ]
 
 
-def _wait(running: dict[int, Any], killed: set[int], folder: Path) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
+def _wait(running: dict[int, Any], killed: set[int], folder: Path, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
     while running:
         for rank, process in list(running.items()):
             if process.exitcode is None:
@@ -74,7 +75,7 @@ def _wait(running: dict[int, Any], killed: set[int], folder: Path) -> None:
             if process.exitcode and rank not in killed:
                 raise RuntimeError(f"rank {rank}: {_last_line(folder / f'{rank}.out')}")
         if time.monotonic() > deadline:
-            raise RuntimeError(f"rank {min(running)} has not ended after {TIMEOUT_S:.0f} s")
+            raise RuntimeError(f"rank {min(running)} has not ended after {timeout_s:.0f} s")
         time.sleep(0.02)
 
 

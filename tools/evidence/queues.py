@@ -32,12 +32,12 @@ from areal_megatron.run.gpu_settings import WATCHDOG
 from tests.support.link_store import open_store
 from tools.bench.reshard_device import QWEN_1_5B, SMALL
 from tools.evidence.parts import Finding, Options, Part, Skip
-from tools.evidence.processes import on_ranks
+from tools.evidence.processes import TIMEOUT_S, on_ranks
 
 LINK_TIMEOUT_S = 60.0
 STUCK_S = 10.0
 """After this long messages of which none arrives are taken to wait for each other."""
-ALIVE_S = 30.0
+ALIVE_S = 60.0
 """How long a process must live after its peer's death: torch's monitor needs five seconds' silence here, then dumps."""
 HEARTBEAT_S = 5
 LAUNCHES = 45
@@ -57,7 +57,8 @@ def killed_peer(options: Options) -> Iterator[Finding]:
     store = open_store()
     folder = options.folder / "killed"
     arguments = options.device, options.small, f"127.0.0.1:{store.port}", str(folder)
-    on_ranks(lose_peer, 2 * len(SETTINGS), *arguments, folder=folder, killed=range(2 * len(SETTINGS)))
+    everybody, limit_s = range(2 * len(SETTINGS)), TIMEOUT_S + ALIVE_S
+    on_ranks(lose_peer, len(everybody), *arguments, folder=folder, killed=everybody, timeout_s=limit_s)
     for number, name in enumerate(SETTINGS):
         path = folder / f"lived-{number}.json"
         found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"noticed": -1.0, "alive": 0.0}

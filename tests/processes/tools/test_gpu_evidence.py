@@ -199,6 +199,14 @@ def test_an_unknown_step_is_refused(tmp_path):
     assert done.returncode == 2 and "there is no step magic" in done.stderr and not (tmp_path / "out").exists()
 
 
+@pytest.mark.soak
+def test_a_process_lives_on_for_a_minute_after_the_peer_of_a_link_dies(tmp_path):
+    found = {finding.name: finding.value for finding in queues.killed_peer(Options("cpu", False, tmp_path))}
+    for name in queues.SETTINGS:
+        assert 0 <= found[f"{name}: a killed peer is noticed after"] < 10
+        assert found[f"{name}: the process lives on for"] >= 60
+
+
 def findings(report):
     return [f for step in report["steps"].values() for part in step["parts"].values() for f in part["findings"]]
 
