@@ -31,17 +31,20 @@ from areal_megatron.process.files import new_folder, write_json  # noqa: E402
 from areal_megatron.process.shown import speak_utf8  # noqa: E402
 
 STEPS = {
-    "queues": 100,
+    "queues": 130,
     "ceilings": 15,
-    "gpu_tests": 75,
+    "gpu_tests": 150,
     "reshard": 30,
     "training": 130,
     "logprobs": 25,
     "ranks": 80,
     "links": 35,
-    "engine": 90,
+    "engine": 240,
 }
-"""The most seconds that a step may take: together, less than ten minutes."""
+"""The most seconds that a step may take. Few take all: a step whose package is missing is over at once."""
+TOTAL_S = 580
+"""The most seconds of all steps together: machines with a GPU are lent for ten minutes at a time, and more. A step
+that gets less than its limit can be run again alone."""
 PACKAGES = ("torch", "megatron-core", "vllm", "transformers", "transformer-engine", "triton", "nvidia-nccl-cu13")
 LOCK = ROOT / "requirements-gpu.lock"
 POLL_S = 0.1
@@ -61,12 +64,17 @@ def versions() -> dict[str, dict[str, str]]:
     return found
 
 
-def collect(limits: Mapping[str, float], device: str, small: bool, out: Path, path: Path) -> dict[str, Any]:
-    """Runs the steps one after another, each with its limit in seconds; returns what `path` holds."""
+def collect(
+    limits: Mapping[str, float], device: str, small: bool, out: Path, path: Path, total_s: float = TOTAL_S
+) -> dict[str, Any]:
+    """Runs the steps one after another, each with its limit in seconds or what is left of `total_s`; returns what
+    `path` holds."""
     arguments = ["--device", device, *(["--small"] if small else [])]
     report = {"device": device, "small": small, "versions": versions(), "steps": {}}
+    end = time.monotonic() + total_s
     with Children() as children:
-        for name, limit_s in limits.items():
+        for name, own_s in limits.items():
+            limit_s = min(own_s, max(0, round(end - time.monotonic())))
             print(f"{name}: at most {limit_s:g} s ...", file=sys.stderr, flush=True)
             report["steps"][name] = measure(name, limit_s, children, out / name, arguments)
             write_json(path, report)

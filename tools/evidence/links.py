@@ -23,7 +23,7 @@ from tests.support.link_store import open_store
 from tools.bench.reshard_device import QWEN_1_5B, SMALL
 from tools.evidence.ceilings import product_rate
 from tools.evidence.parts import Finding, Options, Part
-from tools.evidence.processes import on_ranks
+from tools.evidence.processes import as_found, on_ranks
 from tools.evidence.queues import gpu_or_cpu
 
 COUNTS = (1, 8, 32, 64)
@@ -36,18 +36,17 @@ def communicators(options: Options) -> Iterator[Finding]:
     """Memory and time of the first message of each of several links between the same two ranks."""
     counts = COUNTS[:2] if options.small else COUNTS
     store = open_store()
-    found, _ = on_ranks(open_links, 2, options.device, _address(store), counts, folder=options.folder / "communicators")
-    for count, mib, took in found:
-        yield Finding(
-            f"{count} links: memory of a rank each", mib, "MiB", count in (1, counts[-1]), {"seconds_each": took}
-        )
-    yield Finding(f"{counts[-1]} links: first message each", 1e3 * found[-1][2], "ms")
+    arguments = options.device, _address(store), counts
+    for count, mib, took in as_found(open_links, 2, *arguments, folder=options.folder / "communicators"):
+        ends = count in (counts[0], counts[-1])
+        yield Finding(f"{count} links: memory of a rank each", mib, "MiB", ends)
+        yield Finding(f"{count} links: first message each", 1e3 * took, "ms", ends)
 
 
-def open_links(rank: int, device: str, store: str, counts: list[int]) -> list[list[float]]:
-    """Returns (links, MiB a link, seconds a link) for each of `counts`."""
+def open_links(rank: int, device: str, store: str, counts: list[int]) -> Iterator[list[float]]:
+    """Yields (links, MiB a link, seconds a link) for each of `counts`."""
     bucket, target = _buckets(small=True)[0], gpu_or_cpu(device)
-    flat, links, found = torch.zeros(bucket.elements, device=target, dtype=torch.bfloat16), [], []
+    flat, links = torch.zeros(bucket.elements, device=target, dtype=torch.bfloat16), []
     keys = connect(store, LINK_TIMEOUT_S)
     keys.set(f"ready/{rank}", "")
     keys.wait(["ready/0", "ready/1"])  # both hold memory of the device beside their links
@@ -59,8 +58,7 @@ def open_links(rank: int, device: str, store: str, counts: list[int]) -> list[li
         if number + 1 in counts:
             # On a GPU both ranks have grown by then, or nearly so.
             grown = (_used(target) - used) / (2 if target.type == "cuda" else 1)
-            found.append([number + 1, grown / MIB / (number + 1), (time.perf_counter() - start) / (number + 1)])
-    return found
+            yield [number + 1, grown / MIB / (number + 1), (time.perf_counter() - start) / (number + 1)]
 
 
 def beside_receive(options: Options, connections: str) -> Iterator[Finding]:

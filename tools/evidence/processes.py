@@ -7,7 +7,8 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def on_ranks(
     folder.mkdir(parents=True)
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # looking for a GPU must not open it before the fork
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([function.__module__])
+    context.set_forkserver_preload([each.__module__ for each in (function, *arguments) if callable(each)])
     processes = [
         context.Process(target=_run, args=(function, rank, arguments, dict(settings or {}), folder), daemon=True)
         for rank in range(world)
@@ -63,6 +64,29 @@ def on_ranks(
         None if rank in killed else json.loads((folder / f"{rank}.json").read_text(encoding="utf-8"))
         for rank in range(world)
     ]
+
+
+def as_found(function: Callable[..., Iterator[Any]], world: int, *arguments: Any, folder: Path) -> Iterator[Any]:
+    """Yields what function(rank, *arguments) yields on rank 0, as it does. All ranks call it, as in `on_ranks`."""
+    path, seen = folder / "found.jsonl", 0
+    with ThreadPoolExecutor(1) as pool:
+        ranks = pool.submit(on_ranks, _write_each, world, function, str(path), *arguments, folder=folder)
+        while True:
+            over = ranks.done()
+            lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
+            yield from map(json.loads, lines[seen:])
+            seen = len(lines)
+            if over:
+                break
+            time.sleep(0.02)
+        ranks.result()
+
+
+def _write_each(rank: int, function: Callable[..., Iterator[Any]], path: str, *arguments: Any) -> None:
+    for found in function(rank, *arguments):
+        if rank == 0:
+            with open(path, "a", encoding="utf-8") as file:
+                file.write(json.dumps(found) + "\n")
 
 
 def _wait(running: dict[int, Any], killed: set[int], folder: Path, timeout_s: float) -> None:

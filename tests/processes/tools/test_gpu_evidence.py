@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.living import is_alive
 from tools import gpu_evidence
-from tools.evidence import gpu_tests, links, queues
+from tools.evidence import gpu_tests, links, processes, queues
 from tools.evidence.parts import Options, Skip
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -30,7 +30,7 @@ PARTS = {"all": all_there}
 def collect(tmp_path, monkeypatch):
     """Runs steps that are given as code, name → (limit in seconds, code); returns the report."""
 
-    def run(**steps):
+    def run(total_s=gpu_evidence.TOTAL_S, **steps):
         package = tmp_path / "packages" / "tools" / "evidence"
         package.mkdir(parents=True)
         for name, (_, code) in steps.items():
@@ -39,7 +39,7 @@ def collect(tmp_path, monkeypatch):
         out = tmp_path / "out"
         out.mkdir()
         limits = {name: limit_s for name, (limit_s, _) in steps.items()}
-        report = gpu_evidence.collect(limits, "cpu", True, out, tmp_path / "evidence.json")
+        report = gpu_evidence.collect(limits, "cpu", True, out, tmp_path / "evidence.json", total_s)
         assert json.loads((tmp_path / "evidence.json").read_text()) == report
         return report
 
@@ -127,31 +127,52 @@ def test_versions_that_differ_are_named():
     assert gpu_evidence.versions()["torch"]["pinned"] == gpu_evidence.versions()["torch"]["version"].partition("+")[0]
 
 
-def test_tests_marked_gpu_are_counted(tmp_path, monkeypatch):
-    """The step runs them by their files; here on files of the test's own, since these need no GPU."""
-    named = {path.relative_to(ROOT).as_posix() for path in gpu_tests.files()}
-    assert {"tests/parallel/test_trainer.py", "tests/parallel/test_transport_copies.py"} <= named
+def test_a_step_gets_what_is_left_of_the_whole(collect):
+    slow = "import time\ndef waits(options):\n    time.sleep(600)\n    yield\nPARTS = {'waits': waits}\n"
+    start = time.monotonic()
+    steps = collect(total_s=6, slow=(60, slow), late=(60, slow))["steps"]
+    assert time.monotonic() - start < 50
+    assert [step["status"] for step in steps.values()] == ["ended", "ended"]
+    assert steps["slow"]["limit_s"] == 6 and steps["late"]["limit_s"] == 0
+
+
+def test_tests_marked_gpu_are_counted_by_file(tmp_path):
+    """Here in files of the test's own, since these need no GPU."""
+    assert {"parallel/test_trainer.py", "parallel/test_transport_copies.py"} <= set(gpu_tests.PARTS)
     file = tmp_path / "test_own.py"
     file.write_text(
         "import pytest\npytestmark = pytest.mark.gpu\ndef test_good(): pass\ndef test_bad(): assert 0\n"
         "def test_left(): pytest.skip('no CUDA device')\n"
     )
-    monkeypatch.setattr(gpu_tests, "files", lambda: [file])
-    found = gpu_tests.tests(Options("cuda", False, tmp_path))
+    found = gpu_tests.tests(Options("cuda", False, tmp_path), file)
     finding = next(found)
     assert finding.value == "1 of 3, 1 skipped" and finding.more == ["test_bad"]
     with pytest.raises(RuntimeError, match="test_bad"):
         next(found)
-    report = tmp_path / "left.xml"
-    report.write_text(
-        '<testsuite><testcase name="test_left"><skipped message="no CUDA device"/></testcase></testsuite>'
-    )
-    with pytest.raises(Skip, match="no CUDA device"):
-        next(gpu_tests.results(report))
+    file.write_text("import pytest\n@pytest.mark.gpu\ndef test_left(): pytest.skip('no CUDA device')\n")
+    with pytest.raises(Skip, match=r"1 tests: .*no CUDA device"):
+        next(gpu_tests.tests(Options("cuda", False, tmp_path), file))
 
 
-def test_all_steps_fit_into_ten_minutes_and_what_decides_comes_first():
-    assert sum(gpu_evidence.STEPS.values()) <= 580
+def yields_and_hangs(rank, path):
+    yield "first"
+    yield "second"
+    while not Path(path).exists():
+        time.sleep(0.02)
+    if rank:
+        raise ValueError("of rank 1")
+
+
+def test_what_ranks_find_is_there_before_they_end(tmp_path):
+    found = processes.as_found(yields_and_hangs, 2, str(tmp_path / "go"), folder=tmp_path / "ranks")
+    assert [next(found), next(found)] == ["first", "second"]
+    (tmp_path / "go").touch()
+    with pytest.raises(RuntimeError, match="rank 1: ValueError: of rank 1"):
+        next(found)
+
+
+def test_a_call_takes_less_than_ten_minutes_and_what_decides_comes_first():
+    assert gpu_evidence.TOTAL_S < 600 and max(gpu_evidence.STEPS.values()) < gpu_evidence.TOTAL_S
     assert next(iter(gpu_evidence.STEPS)) == "queues" and next(iter(queues.PARTS)) == "killed peer"
     assert [*links.PARTS][-1] == "communicators", "which takes the most time and memory"
 
@@ -228,7 +249,7 @@ def test_quick_steps_on_cpu(tmp_path):
     done = run(tmp_path / "out", "--only", "ceilings,gpu_tests")
     report = json.loads((tmp_path / "out" / "evidence.json").read_text())
     check(done, report, ["ceilings", "gpu_tests"])
-    assert report["steps"]["gpu_tests"]["parts"]["tests"]["reason"] == "asked for a CPU"
+    assert {part["reason"] for part in report["steps"]["gpu_tests"]["parts"].values()} == {"asked for a CPU"}
 
 
 @pytest.mark.soak
