@@ -1,32 +1,78 @@
 """Whether messages, and the collectives between them, can wait for each other in a circle on GPUs with few queues."""
 
 import random
+from functools import cache
+from itertools import count, islice
+from pathlib import Path
 
 import pytest
 
+from areal_megatron.config import config_file
+from areal_megatron.models.architecture import read_config
 from areal_megatron.reshard.engine_layout import EngineSizes
 from areal_megatron.reshard.plan import Planner
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 from areal_megatron.run import gpu_settings
-from tests.support.gpu_queues import Thread, stuck
+from tests.support.gpu_queues import Gpus, Thread
 from tests.support.reshard_oracle import CONFIG
 
-TP, COLLECTIVES = 2, 4
-SIZES = [MegatronSizes(tp=2), MegatronSizes(tp=2, pp=2), MegatronSizes(tp=2, dp=2)]
-QUEUES = [1, 2, 4]
+COLLECTIVES = 16
+"""How many each tensor-parallel group has: about as many as a rank has messages in the small layouts."""
+SIZES = {
+    "tp2": MegatronSizes(tp=2),
+    "tp2-pp2": MegatronSizes(tp=2, pp=2),
+    "tp2-dp2": MegatronSizes(tp=2, dp=2),
+}
+QUEUES = [1, 8, 32]
 CONNECTIONS = int(gpu_settings.SETTINGS["CUDA_DEVICE_MAX_CONNECTIONS"])
+CONFIGS = Path(__file__).resolve().parents[3] / "configs"
+SHIPPED = sorted(
+    path.stem
+    for path in CONFIGS.glob("*.yaml")
+    if all(section in path.read_text(encoding="utf-8") for section in ("\ntrainer: {", "\nrollout:"))
+)
+"""The configs for clusters."""
+FEW_SENDERS = ["qwen3_14b", "r1_14b", "r1_32b"]
+"""Those whose schedules take a millisecond or two."""
+MODELS = {"sea_235b": "Qwen3-235B-A22B-Thinking-2507"}
+"""Config → its model, where the key has the folder of a run."""
+HERE = {"send_after": "posted"}
+"""The rule of carriers/nccl.py: a message is sent once its receive is posted."""
+AT_ANY_NUMBER = {"send_after": "running", "receive_after": "next"}
+"""A rule that does with any number of queues: a receive is posted once its sender has no other message to send first,
+and the message is sent once its receive runs. Then no message in a queue waits for work that is in no queue yet."""
 
 
-def threads(sizes, one_at_a_time=True, after_receiver=True, engines=2):
-    """Engines of two ranks receive what trainers of two ranks send; both compute with collectives meanwhile.
+@cache
+def layout(name):
+    """Returns the planner of one of SIZES or SHIPPED, and the size of a tensor-parallel group of trainers."""
+    if name in SIZES:
+        return Planner(CONFIG, SIZES[name], EngineSizes(tp=2), bucket_elements=6000), 2
+    config = config_file.load(CONFIGS / f"{name}.yaml", [])
+    model = read_config(CONFIGS / "models" / MODELS.get(name, Path(config.model.path).name))
+    trainers, engine = MegatronSizes.of(config.trainer), EngineSizes.of(config.rollout)
+    # A message has all that a rank sends to another.
+    return Planner(model, trainers, engine, bucket_elements=2**40, engines=config.rollout.engines), trainers.tp
 
-    `one_at_a_time`, `after_receiver`: as carriers/nccl.py has it, with one stream for all messages of a rank's link,
-    each posted once its receive is. Otherwise all are posted at once, on a stream for each pair, or before that.
+
+@cache
+def plans(name, engines):
+    """Returns the first plans in which the first trainer rank sends."""
+    planner, _ = layout(name)
+    every = map(planner.plan, count())
+    return list(islice(((number, plan) for number, plan in enumerate(every) if plan.sent_by(0)), engines))
+
+
+def threads(name, engines, one_at_a_time=True, send_after="", receive_after=""):
+    """Returns the threads that send and receive in a layout, and those that compute with collectives meanwhile.
+
+    `one_at_a_time`: as carriers/nccl.py has it, with one stream for all messages of a rank's link. Otherwise all are
+    posted at once, on a stream for each pair.
     """
-    planner = Planner(CONFIG, sizes, EngineSizes(tp=TP), bucket_elements=6000)
+    planner, tp = layout(name)
+    trainers, of_engine = len(planner.sources), len(planner.destinations)
     made = []
-    for engine in range(engines):
-        plan = planner.plan(engine)
+    for engine, plan in plans(name, engines):
 
         def messages(buckets, end, engine=engine):
             return [
@@ -37,68 +83,104 @@ def threads(sizes, one_at_a_time=True, after_receiver=True, engines=2):
                 for b in buckets
             ]
 
-        sent = [messages(plan.sent_by(rank), "destination") for rank in range(sizes.ranks)]
-        received = [messages(plan.received_by(rank), "source") for rank in range(TP)]
-        made += [Thread(("trainer", rank), work, one_at_a_time, after_receiver) for rank, work in enumerate(sent)]
-        made += [Thread(("engine", engine, rank), work, one_at_a_time) for rank, work in enumerate(received)]
-    groups = [[("trainer", rank + tp) for tp in range(2)] for rank in range(0, sizes.ranks, 2)]
-    groups += [[("engine", engine, rank) for rank in range(TP)] for engine in range(engines)]
-    for group in groups:
-        work = [("compute", (*group, number)) for number in range(COLLECTIVES)]
-        made += [Thread(rank, work, one_at_a_time=False) for rank in group]
+        for rank in range(trainers):
+            work = messages(plan.sent_by(rank), "destination")
+            made.append(Thread(("trainer", rank), work, one_at_a_time, send_after))
+        for rank in range(of_engine):
+            work = messages(plan.received_by(rank), "source")
+            made.append(Thread(("engine", engine, rank), work, one_at_a_time, receive_after))
+            work = [("tensor", ("of engine", engine, number)) for number in range(COLLECTIVES)]
+            made.append(Thread(("engine", engine, rank), work, one_at_a_time=False))
+    for rank in range(trainers):
+        work = [("tensor", ("of trainers", rank // tp, number)) for number in range(COLLECTIVES)]
+        work.insert(COLLECTIVES // 2, ("data", "all gradients"))
+        made.append(Thread(("trainer", rank), work, one_at_a_time=False))
     return made
 
 
-def circles(taken, schedules, trainers=CONNECTIONS, engines=CONNECTIONS, **options):
-    """Returns how many random schedules get stuck with so many queues on a GPU."""
+def circles(name, schedules, queues=CONNECTIONS, trainers=None, engines=2, nccl_waits=True, **rule):
+    """Returns how many random schedules get stuck with `queues` on a GPU, or `trainers` of them on a trainer's."""
 
-    def queues(rank):
-        return trainers if rank[0] == "trainer" else engines
+    def count_of(rank):
+        return trainers if trainers and rank[0] == "trainer" else queues
 
-    return sum(bool(stuck(taken, queues, random.Random(number), **options)) for number in range(schedules))
+    gpus = Gpus(threads(name, engines, **rule), count_of, nccl_waits)
+    return sum(bool(gpus.stuck(random.Random(number))) for number in range(schedules))
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def ten_thousand(name):
+    """Returns 10,000, or as many schedules as put 20 million messages and collectives on streams."""
+    return min(10_000, 20_000_000 // sum(len(thread.work) for thread in threads(name, 2)))
+
+
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("queues", [1, 2, 4])
+def test_messages_one_at_a_time_never_wait_in_a_circle_by_themselves(name, queues):
+    assert not circles(name, 200, queues, nccl_waits=False)
+
+
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize(("engines", "schedules"), [(2, 200), (8, 30)])
+def test_messages_that_are_sent_after_their_receives_are_posted_never_wait_in_a_circle(name, engines, schedules):
+    assert not circles(name, schedules, engines=engines, **HERE)
+
+
+@pytest.mark.parametrize("name", [*SIZES, *FEW_SENDERS])
 @pytest.mark.parametrize("queues", QUEUES)
-def test_messages_one_at_a_time_never_wait_in_a_circle_by_themselves(sizes, queues):
-    taken = threads(sizes, after_receiver=False)
-    assert not circles(taken, 200, queues, queues, nccl_waits=False)
-
-
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize(("engines", "schedules"), [(2, 300), (8, 30)])
-def test_messages_that_are_sent_after_their_receives_are_posted_never_wait_in_a_circle(sizes, engines, schedules):
-    assert not circles(threads(sizes, engines=engines), schedules)
+def test_nor_with_any_number_of_queues_if_both_ends_wait_for_each_other(name, queues):
+    assert not circles(name, 50, queues, **AT_ANY_NUMBER)
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("name", [*SIZES, *SHIPPED])
+@pytest.mark.parametrize("queues", QUEUES)
+def test_nor_in_ten_thousand_schedules_of_each_layout(name, queues):
+    assert not circles(name, ten_thousand(name), queues, **AT_ANY_NUMBER)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", SIZES)
 @pytest.mark.parametrize(("engines", "schedules"), [(2, 10_000), (8, 10_000), (24, 2000)])
-def test_nor_in_ten_thousand_schedules(engines, schedules):
+def test_nor_as_they_are_sent_here_in_ten_thousand(name, engines, schedules):
     """24 links on a rank of the trainers are those of configs/qwen3_235b.yaml on 36 nodes."""
-    assert not circles(threads(MegatronSizes(tp=2, pp=2), engines=engines), schedules)
+    assert not circles(name, schedules, engines=engines, **HERE)
+
+
+def test_where_ranks_receive_from_many_they_may_if_receives_do_not_wait_for_their_senders():
+    """As here: a sender may turn to another rank first, whose receive waits behind a collective of both."""
+    assert circles("qwen3_14b", 200, **HERE)
+    assert not circles("qwen3_14b", 200, **HERE, receive_after="next")
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_nor_in_more_schedules_of_each_layout(sizes):
-    for queues in QUEUES:
-        assert not circles(threads(sizes, after_receiver=False), 10_000 // 9 + 1, queues, queues, nccl_waits=False)
-    for engines, schedules in ((2, 1500), (8, 150)):
-        assert not circles(threads(sizes, engines=engines), schedules)
+@pytest.mark.parametrize("name", SHIPPED)
+def test_if_they_do_wait_none_closes_in_ten_thousand_schedules(name):
+    assert not circles(name, ten_thousand(name), **HERE, receive_after="next")
 
 
-@pytest.mark.parametrize("sizes", SIZES[1:], ids=str)
-def test_sent_before_that_they_do(sizes):
+@pytest.mark.parametrize("name", SIZES)
+def test_with_fewer_queues_they_do(name):
+    """So processes with fewer are refused: a receive that is posted may not run, behind a collective of its engine."""
+    assert circles(name, 100, 1, **HERE) > 50
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", SIZES)
+def test_with_eight_queues_they_rarely_do(name):
+    assert 0 < circles(name, 10_000, 8, **HERE) < 100
+
+
+@pytest.mark.parametrize("name", ["tp2-pp2", "tp2-dp2"])
+def test_sent_before_that_they_do(name):
     """The waits that NCCL puts behind messages hold up collectives: the more links, the more of them."""
-    assert circles(threads(sizes, after_receiver=False, engines=16), 20) > 1
-    assert circles(threads(sizes, after_receiver=False), 100, trainers=1) > 75
+    assert circles(name, 20, engines=16) > 1
+    assert circles(name, 100, trainers=1) > 75
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_messages_all_at_once_do(sizes):
+@pytest.mark.parametrize("name", SIZES)
+def test_messages_all_at_once_do(name):
     """Otherwise the tests above could not fail."""
-    taken = threads(sizes, one_at_a_time=False, after_receiver=False)
-    assert any(circles(taken, 50, queues, queues, nccl_waits=False) for queues in QUEUES)
+    assert any(circles(name, 50, queues, one_at_a_time=False, nccl_waits=False) for queues in (1, 2, 4))
 
 
 def test_two_senders_and_two_receivers_in_opposite_orders_are_a_circle():
@@ -109,9 +191,19 @@ def test_two_senders_and_two_receivers_in_opposite_orders_are_a_circle():
         Thread("c", [("link", "b to c"), ("link", "a to c")], True),
         Thread("d", [("link", "a to d"), ("link", "b to d")], True),
     ]
-    assert len(stuck(taken, lambda rank: 4, random.Random(0))) == 4
-    assert not stuck(
-        [*taken[:2], Thread("c", taken[2].work[::-1], True), Thread("d", taken[3].work[::-1], True)],
-        lambda rank: 1,
-        random.Random(0),
-    )
+    assert len(Gpus(taken, lambda rank: 4).stuck(random.Random(0))) == 4
+    reversed_ends = [Thread(thread.rank, thread.work[::-1], True) for thread in taken[2:]]
+    assert not Gpus([*taken[:2], *reversed_ends], lambda rank: 1).stuck(random.Random(0))
+
+
+@pytest.mark.parametrize(("send_after", "receive_after"), [("posted", ""), ("running", ""), ("running", "next")])
+def test_a_receive_whose_sender_turns_to_another_first_holds_up_its_engine(send_after, receive_after):
+    """Its collective then waits behind the receive, and the other rank's receive behind this collective."""
+    taken = [
+        Thread("trainer", [("link", "to b"), ("link", "to a")], True, send_after),
+        Thread("a", [("link", "to a")], True, receive_after),
+        Thread("b", [("link", "to b")], True, receive_after),
+        *(Thread(rank, [("tensor", "of a and b")], False) for rank in "ab"),
+    ]
+    gpus = Gpus(taken, lambda rank: 1)
+    assert any(gpus.stuck(random.Random(number)) for number in range(50)) == (not receive_after)
