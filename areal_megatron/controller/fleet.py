@@ -207,6 +207,7 @@ class Fleet:
             "engine_idle_share": min(1.0, sum(idle) / max(len(idle), 1) / elapsed),
             "engine_full_share": min(1.0, sum(full) / max(len(full), 1) / elapsed),
             "engine_lag_max": max((self._schedule.version - engine.version for engine in serving), default=0),
+            "prefilled_again": sum(updates.take_prefilled_again() for updates in self._updates.values()),
             "link_failures": sum(updates.failures for updates in self._updates.values()),
         }
 

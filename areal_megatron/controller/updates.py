@@ -76,6 +76,7 @@ class EngineUpdates:
         commit."""
         self._changed = 1.0
         """The share of elements that the last update sent; 1 if it failed."""
+        self._prefilled_again = 0
 
     @property
     def is_due(self) -> bool:
@@ -105,6 +106,11 @@ class EngineUpdates:
         update = self._pending.pop((message.generation, message.version), None)
         if update is not None and not update.delivered.done():
             update.delivered.set_result(message)
+
+    def take_prefilled_again(self) -> int:
+        """Returns the tokens that the engine has prefilled again after updates, by the commits since the last call."""
+        taken, self._prefilled_again = self._prefilled_again, 0
+        return taken
 
     async def run(self) -> None:
         """Works through the published versions for ever."""
@@ -204,7 +210,7 @@ class EngineUpdates:
         """Returns for how many seconds the engine was paused."""
         client = self._engine.client
         try:
-            stood_s = await client.commit(update.version, clear_cache=self._config.rollout.kv_policy == "recompute")
+            committed = await client.commit(update.version, clear_cache=self._config.rollout.kv_policy == "recompute")
         except EngineError:
             with contextlib.suppress(EngineError):  # the first says more
                 await client.abandon_update()
@@ -213,7 +219,8 @@ class EngineUpdates:
                 self._resume()
             raise
         self._resume()
-        return stood_s
+        self._prefilled_again += committed.prefilled_again
+        return committed.seconds
 
     def _resume(self) -> None:
         if not self._engine.gone:

@@ -100,8 +100,13 @@ class _Turns:
     """16 requests, 0.1 ms each: a weight update sends two to every engine."""
 
 
-class _Committed(msgspec.Struct):
+class Committed(msgspec.Struct):
+    """What an engine says of a commit."""
+
     seconds: float
+    """For how long nothing was generated."""
+    prefilled_again: int = 0
+    """Tokens that it has computed again since the last commit, for answers under way at earlier ones."""
 
 
 _encode = msgspec.json.encode
@@ -272,13 +277,11 @@ class EngineClient:
         """Has the engine receive the next weights into staging; it generates meanwhile."""
         await self._call("POST", "/start_weight_update")
 
-    async def commit(self, version: int, *, clear_cache: bool) -> float:
-        """Makes the staged weights live and labels them `version`, under a pause; `clear_cache` as in `pause`.
-
-        Returns for how many seconds nothing was generated. After an error the engine stays paused.
-        """
+    async def commit(self, version: int, *, clear_cache: bool) -> Committed:
+        """Makes the staged weights live and labels them `version`, under a pause; `clear_cache` as in `pause`. After an
+        error the engine stays paused."""
         raw = await self._call("POST", "/commit", {"version": str(version), "clear_cache": clear_cache})
-        return msgspec.json.decode(raw, type=_Committed).seconds
+        return msgspec.json.decode(raw, type=Committed)
 
     async def abandon_update(self) -> None:
         """Closes an update that failed; the engine keeps its old weights."""

@@ -10,6 +10,7 @@ take what they sample for an answer.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import time
@@ -18,6 +19,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from areal_megatron.engine.environment import EMPTY
+from areal_megatron.engine.plugin import TAKE_PREFILLED_AGAIN
 
 log = logging.getLogger("vllm.areal")
 PATH = "/commit"
@@ -59,17 +61,22 @@ class CommitRoute:
 
 
 async def _commit(request: Request) -> Response:
-    """Commits what is staged. Body: {"version": str, "clear_cache": bool}; answer: {"seconds": length of the pause}.
+    """Commits what is staged. Body: {"version": str, "clear_cache": bool}; answer: {"seconds": length of the pause,
+    "prefilled_again": tokens computed again since the last commit, for answers under way at earlier ones}.
 
     Answers with status 500 if no complete update is staged; then the engine stays paused.
     """
     body, engine = await request.json(), request.app.state.engine_client
     try:
-        await engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=body["clear_cache"])
+        core = engine.engine_core
+        _, prefilled_again = await asyncio.gather(  # as fast as the first alone
+            core.pause_scheduler_async(mode="keep", clear_cache=body["clear_cache"]),
+            core.call_utility_async(TAKE_PREFILLED_AGAIN),
+        )
         paused = time.monotonic()
         await engine.finish_weight_update(body["version"])
         await engine.resume_generation()
     except Exception as e:
         log.exception("the commit of version %s failed", body["version"])
         return JSONResponse({"error": str(e)}, status_code=500)
-    return JSONResponse({"seconds": time.monotonic() - paused})
+    return JSONResponse({"seconds": time.monotonic() - paused, "prefilled_again": prefilled_again})

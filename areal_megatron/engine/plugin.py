@@ -15,6 +15,9 @@ from typing import Any
 from areal_megatron.engine.environment import CPUS
 from areal_megatron.process.patching import patch
 
+TAKE_PREFILLED_AGAIN = "take_prefilled_again"
+"""The method of EngineCore that returns how many tokens it has prefilled again since the last call."""
+
 
 @cache  # vLLM calls entry points more than once in a process
 def register() -> None:
@@ -31,6 +34,7 @@ def register() -> None:
         _keep_adapters()
     _cut_projections_of_nets_once()
     _leave_images_out()
+    _count_tokens_prefilled_again()
     if current_platform.is_cpu():
         _read_texts_without_torchvision()
         _keep_linear_weights()
@@ -92,6 +96,39 @@ def _leave_images_out() -> None:
         return (pair for pair in load(self, config, model) if not (leaves_out and pair[0].startswith(TOWER)))
 
     load = patch(DefaultModelLoader, "get_all_weights", of_model)
+
+
+def _count_tokens_prefilled_again() -> None:
+    """Gives EngineCore a count of the tokens that it has computed again since an update dropped their keys and values:
+    vLLM (0.32) counts each prompt once, and nothing that it computes a second time."""
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.request import Request
+
+    dropped: dict[str, int] = {}
+    count = 0
+
+    def reset(self: Scheduler, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        for ended in dropped.keys() - self.requests.keys():
+            del dropped[ended]
+        if reset_running_requests:
+            dropped.update((request.request_id, request.num_computed_tokens) for request in self.running)
+        return reset_cache(self, reset_running_requests, reset_connector)
+
+    def begin(self: KVCacheManager, request: Request, num_hits: int) -> None:
+        nonlocal count
+        count += max(dropped.pop(request.request_id, 0) - num_hits, 0)
+        record(self, request, num_hits)
+
+    def take(_: EngineCore) -> int:
+        nonlocal count
+        taken, count = count, 0
+        return taken
+
+    reset_cache = patch(Scheduler, "reset_prefix_cache", reset)
+    record = patch(KVCacheManager, "record_prefix_cache_stats", begin)
+    setattr(EngineCore, TAKE_PREFILLED_AGAIN, take)
 
 
 def _leave_experts_alone() -> None:

@@ -184,6 +184,7 @@ def _weight_updates() -> Section:
         (
             Figure("Publish", "seconds", (Curve("publish_s", TRAIN),), zero=True),
             Figure("Commit", "milliseconds", (Curve("commit_s", HELD_OUT),), zero=True, scale=1000),
+            Figure("Prefilled again after updates", "tokens", (Curve("prefilled_again", THIRD),), zero=True),
             Figure("Sent to all engines", "megabytes", (Curve("weights_bytes", TRAIN),), zero=True, scale=1e-6),
             Figure("Elements that were sent", "%", (Curve("weights_changed", HELD_OUT),), zero=True, scale=100),
             difference("Trainer − engine, probe", "mismatch"),

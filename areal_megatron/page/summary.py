@@ -37,6 +37,7 @@ _RL = (
     ("engines idle", "engine_idle_share", "{:.0%}", mean),
     ("publish, median s", "publish_s", "{:,.3f}", median),
     ("commit, median s", "commit_s", "{:,.3f}", median),
+    ("tokens prefilled again per update, mean", "prefilled_again", "{:,.0f}", mean),
     ("weights sent per update, MB", "weights_bytes", "{:,.1f}", lambda values: median(values) * 1e-6),
     ("elements sent per update", "weights_changed", "{:.2%}", median),
     ("log-probability difference, largest", "logprob_diff_max", "{:.1e}", max),

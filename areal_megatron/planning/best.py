@@ -17,9 +17,10 @@ from areal_megatron.observe.metrics import read_metrics
 from areal_megatron.planning.forecast.accelerators import Accelerator
 from areal_megatron.planning.forecast.layouts import Cluster
 from areal_megatron.planning.forecast.lengths import AnswerLengths
-from areal_megatron.planning.forecast.pace import draw_batches
+from areal_megatron.planning.forecast.pace import BatchLengths, draw_batches, pace
 from areal_megatron.planning.forecast.search import Found, Proposal, Search, SearchBounds
 from areal_megatron.planning.forecast.step_limit import StepLimit
+from areal_megatron.planning.forecast.times import times_of
 from areal_megatron.planning.forecast.trainer_time import TrainerTime
 from areal_megatron.planning.forecast.weights_time import WeightsTime
 from areal_megatron.planning.length_options import add_lengths, given_lengths
@@ -97,6 +98,26 @@ def described_weights(config: Config, gpu: Accelerator) -> str:
         return f"new weights for the engines, {gpu.name}: {times(config)}"
     whole = times(replace(config, lora=LoraConfig()))
     return f"new adapters for the engines, {gpu.name}: {times(config)}; all weights would be {whole}"
+
+
+def prefilled_again(
+    config: Config, gpu: Accelerator, lengths: AnswerLengths, node_gpus: int, gib: float, trainer_s: float
+) -> dict[str, float]:
+    """Returns how many tokens an engine computes again at an update, in how many seconds, and the seconds between two
+    updates, by the formulas of `pace`; trainers need `trainer_s` for a batch."""
+    config, times = times_of(config, gpu, node_gpus, gib)
+    drawn = BatchLengths.of(draw_batches(lengths, config))
+    found = pace(config, drawn, times.engine, times.weights, times.kv_tokens, trainer_s, times.reward_s)
+    return {"tokens": found.again, "seconds": found.again_s, "update_s": found.update}
+
+
+def described_again(figures: Mapping[str, float]) -> str:
+    """Returns a line for people, of rounded figures."""
+    tokens, share = float(f"{figures['tokens']:.2g}"), figures["seconds"] / figures["update_s"]
+    return (
+        f"rollout.kv_policy=recompute: at an update an engine prefills about {tokens:,.0f} tokens again, in "
+        f"{figures['seconds']:,.1f} s of {figures['update_s']:,.0f}, {share:.0%}"
+    )
 
 
 def search(

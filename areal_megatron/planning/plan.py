@@ -23,8 +23,10 @@ from areal_megatron.planning.best import (
     add_best,
     assumed_lengths,
     check_alone,
+    described_again,
     described_time,
     described_weights,
+    prefilled_again,
     report,
     search,
     slow,
@@ -224,13 +226,18 @@ def main(arguments: list[str] | None = None) -> int:
         nodes = sizes.place(config)
         planned = plan(config, nodes, gpu_gib=sizes.gpu_gib, weights=False)
         print(planned.table(searched=options.best))
-        times = {}
+        times, again = {}, {}
         if gpu is not None and lengths is not None and config.mode == "rl":
             times = trainer_time(planned.memory.recompute.apply(config), gpu, lengths, len(nodes[0].slots))
             print(described_time(times, gpu), described_weights(config, gpu), sep="\n")
+            if config.rollout.kv_policy == "recompute" and not config.machine.shared:
+                node_gpus, trainer_s = len(nodes[0].slots), sum(times.values())
+                again = prefilled_again(config, gpu, lengths, node_gpus, sizes.gpu_gib, trainer_s)
+                print(described_again(again))
         for warning in [*planned.warnings, *check_options(config, python={}), *(slow(found) if found else ())]:
             print(f"warning: {warning}", file=sys.stderr)
-        figures = planned.report() | ({"trainer_s": times} if times else {}) | (report(found) if found else {})
+        figures = planned.report() | ({"trainer_s": times} if times else {})
+        figures |= ({"prefilled_again": again} if again else {}) | (report(found) if found else {})
         write_output("--json", options.json, figures)
     except ConfigError as e:
         print(f"error: {e}", file=sys.stderr)

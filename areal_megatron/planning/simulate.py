@@ -43,6 +43,8 @@ def table(config: Config, gpu: Accelerator, times: Times, run: SimulatedRun) -> 
         "stragglers": f"trainers waited for them for {run.straggler_wait:.1%} of the time",
         "staleness": f"{shares} of the answers",
         "tokens": f"{run.sampled:,.0f} sampled, {run.wasted:.1%} of them wasted; {run.preempted:,} answers preempted",
+        "prefilled again": f"{run.prefilled_again:,.0f} tokens an engine and update, in {run.prefilling_again:.1%} of "
+        f"its time; rollout.kv_policy={config.rollout.kv_policy}",
         "weights": f"transfer {weights.transfer:.2f} s, pause {1e3 * weights.commit:.0f} ms",
         "checkpoint": f"trainers pause for {weights.checkpoint:.2f} s",
     }
@@ -82,6 +84,8 @@ def report(config: Config, run: SimulatedRun) -> dict[str, object]:
         "engine_idle": 1 - run.engine_busy,
         "trainer_idle": 1 - run.trainer_busy,
         "straggler_wait": run.straggler_wait,
+        "prefilled_again": run.prefilled_again,
+        "prefilling_again": run.prefilling_again,
         "wasted": run.wasted,
         "failures": dict(run.failures),
         "staleness": {str(value): number for value, number in sorted(run.staleness.items())},

@@ -4,6 +4,7 @@ The trainers are four Publishers of this process: they hold what Megatron ranks 
 """
 
 import asyncio
+import re
 import subprocess
 import sys
 from contextlib import suppress
@@ -39,12 +40,22 @@ from tests.support.soaking import with_soaked
 from tests.support.version_oracle import recomputed, with_stale_cache
 
 METRICS = {"kv_cache_metrics": True}
+DETAILS = {"enable_logging_iteration_details": True}
+"""vLLM then logs how many tokens it computes in each step."""
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
 NETS = ("qwen3-next-moe", "qwen3.5")
 """Models that engines on CPU compute in bfloat16 alone."""
 SERVERS = {
-    "tp1": ("qwen3", MegatronSizes(tp=2, pp=2), EngineSizes(), 1, "model", {}, "delta"),
-    "tp2-in-two-parts": ("qwen3", MegatronSizes(tp=2, pp=2), EngineSizes(tp=2), 2, "trainers", METRICS, "auto"),
+    "tp1": ("qwen3", MegatronSizes(tp=2, pp=2), EngineSizes(), 1, "model", DETAILS, "delta"),
+    "tp2-in-two-parts": (
+        "qwen3",
+        MegatronSizes(tp=2, pp=2),
+        EngineSizes(tp=2),
+        2,
+        "trainers",
+        METRICS | DETAILS,
+        "auto",
+    ),
     "experts-tp2": ("qwen3-moe", MegatronSizes(tp=2, dp=2, ep=2), EngineSizes(tp=2), 1, "trainers", {}, "delta"),
     "sigmoid-experts-tp2": ("glm4-moe", MegatronSizes(tp=2, pp=2), EngineSizes(tp=2), 1, "model", {}, "full"),
     "latents-tp1": ("deepseek-v3-moe", MegatronSizes(tp=2, pp=2), EngineSizes(), 1, "model", {}, "delta"),
@@ -216,8 +227,17 @@ class Server:
         else:
             assert delivered[1].bytes == self.slice_bytes()
         self.has_a_base = True
-        await client.commit(version, clear_cache=clear_cache)
+        committed = await client.commit(version, clear_cache=clear_cache)
         self.version = version
+        return committed
+
+    def computed(self):
+        """The tokens that the engine has computed in all its steps, as it has logged them."""
+        steps = re.findall(r" (\d+) context tokens, \d+ generation requests, (\d+) generation tokens", self.log())
+        return sum(int(context) + int(generation) for context, generation in steps)
+
+    def log(self):
+        return self.run.log("engine-0").read_text()
 
     async def begin(self, client):
         """Joins the link and asserts that the engine holds version 0, or gets it from here and is of no use before."""
@@ -346,6 +366,61 @@ def test_keep_policy_is_exact(server, references):
     assert_of(server, with_stale_cache, recomputed, completion, references, *rest)
 
 
+@pytest.mark.parametrize("clear_cache", [True, False])
+def test_what_an_engine_prefills_again_is_what_it_computes_besides_prompts_and_answers(server, clear_cache):
+    """By vLLM's own counts: tokens of its steps, and those of prompts. A group of four shares the first block of its
+    prompt; each answer but for its last token is computed, too."""
+    if "enable_logging_iteration_details" not in server.config.rollout.vllm:
+        pytest.skip("vLLM does not log its steps here")
+    prompt, count = [5, 6, 7] * 50, 4
+
+    async def figures(client):
+        raw = (await client._call("GET", "/metrics")).decode()
+        prompts = re.findall(r'^vllm:prompt_tokens_by_source_total{.*"local_compute".*} (\S+)$', raw, re.M)
+        return server.computed(), int(sum(map(float, prompts))), (await client.load()).generated_tokens
+
+    async def through_updates(client, length):
+        """Returns whether answers of this length outlast three updates, and what the commits of these and a fourth,
+        of an idle engine, tell."""
+        asked = {"max_tokens": length, "temperature": 1.0, "stop_tokens": []}
+        answers = asyncio.create_task(client.generate(prompt, n=count, request_id=f"g{length}", **asked))
+        told = []
+        for _ in range(3):
+            sampled = (await client.load()).generated_tokens
+            while (await client.load()).generated_tokens < sampled + 100 and not answers.done():
+                await asyncio.sleep(0.02)
+            told.append((await server.update(client, server.version + 1, clear_cache=clear_cache)).prefilled_again)
+        outlasts = not answers.done()
+        assert [len(answer.tokens) for answer in await answers] == [length] * count
+        told.append((await server.update(client, server.version + 1, clear_cache=True)).prefilled_again)
+        return outlasts, told
+
+    async def scenario():
+        client = server.client()
+        await client.wait_until_healthy(240)
+        if server.generation == 0:
+            await server.begin(client)
+        await server.update(client, server.version + 1, clear_cache=True)  # tells of the tests before
+        before, tried, all_told = await figures(client), 0, 0
+        for length in (300, 1200, 4800):  # machines differ
+            outlasts, told = await through_updates(client, length)
+            tried, all_told = tried + 1, all_told + sum(told)
+            if outlasts:
+                break
+        after = await figures(client)
+        await client.close()
+        computed, prompts, sampled = (end - begin for begin, end in zip(before, after, strict=True))
+        assert all_told == computed - prompts - (sampled - tried * count)
+        return outlasts, told
+
+    outlasts, told = asyncio.run(scenario())
+    assert outlasts and told[0] == 0
+    if clear_cache:
+        assert told[1] >= 150 + 100 and told[3] > told[2] > told[1]
+    else:
+        assert told == [0] * 4
+
+
 def test_failed_transfer_leaves_the_old_version(server):
     async def refused(call):
         with pytest.raises(EngineError, match="status 500"):
@@ -378,5 +453,5 @@ def test_failed_transfer_leaves_the_old_version(server):
         await client.close()
 
     asyncio.run(scenario())
-    log = server.run.log("engine-0").read_text()
+    log = server.log()
     assert "model.embed_tokens.weight has shape [" in log and "update 2 cannot be committed: not received yet" in log

@@ -212,7 +212,7 @@ class Bench:
             paused = time.monotonic() - PAUSE_SLEEPS_S
         await engine.start_update()
         arrived = await self._trainers.delivered(engine.index, version)
-        stall_s = await engine.commit(version, clear_cache=clear_cache)
+        stall_s = (await engine.commit(version, clear_cache=clear_cache)).seconds
         live = time.monotonic()
         return Commit(arrived, live, live - paused if streamed else stall_s)
 

@@ -62,7 +62,7 @@ class Pool:
         await asyncio.wait_for(self.arrived.wait(), TIMEOUT_S)
         if self.problem:
             raise RuntimeError(self.problem)
-        return await self.engine.commit(self.version, clear_cache=clear_cache)
+        return (await self.engine.commit(self.version, clear_cache=clear_cache)).seconds
 
 
 @asynccontextmanager

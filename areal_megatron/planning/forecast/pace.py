@@ -74,6 +74,10 @@ class Pace:
     """What keeps engines from running more answers at once: memory, staleness, or nothing ("")."""
     running: float
     """Answers that an engine runs at once."""
+    again: float
+    """Tokens that it prefills once more when weights change, each answer with its prompt."""
+    again_s: float
+    """The seconds that takes."""
 
     @property
     def update(self) -> float:
@@ -112,19 +116,18 @@ def pace(
     prompts = batch / n / engines * engine.prefill(lengths.prompt, lengths.prompt**2 / 2)
     held, most = FULL * kv_tokens / lengths.context, float(rollout.max_running)
     whole_groups = lengths.answer / lengths.group_longest  # a group is under way until its longest answer has ended
-    update, decoding, tail, running, admitted = training + network, 0.0, 0.0, 1.0, 0.0
+    update, decoding, tail, running, admitted, again, again_s = training + network, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0
     for _ in range(_ROUNDS):
         under_way = eta + 0.5 - min(training / update, 1.0)
         admitted = max(under_way * whole_groups, lengths.answer / lengths.longest) * batch / engines
         running = max(min(most, held, admitted), 1.0)
         step = engine.step(running) + engine.per_token * running * lengths.context
-        again = rollout.kv_policy == "recompute"
-        pause = weights.commit + again * engine.prefill(
-            running * lengths.context, running * (lengths.context**2) * 2 / 3
-        )
+        again = running * lengths.context * (rollout.kv_policy == "recompute")
+        again_s = engine.prefill(again, again * lengths.context * 2 / 3)
+        pause = weights.commit + again_s
         decoding = batch * lengths.answer / engines / running * step + prompts + pause
         ends = lengths.longest * step * (1 + pause / max(update, pause)) + reward_s
         tail = (ends + weights.transfer + weights.commit + training) / (eta + 1)
         update = max(training + network, decoding, tail)
     lack = "staleness" if running == admitted else "memory" if running > _NEARLY * held else ""
-    return Pace(training, network, decoding, tail, lack, running)
+    return Pace(training, network, decoding, tail, lack, running, again, again_s)

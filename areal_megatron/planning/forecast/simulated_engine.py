@@ -46,6 +46,9 @@ class SimulatedEngine:
         self.pending: int | None = None
         """The version that it commits once its answers have ended; it takes no others until then."""
         self.busy, self.sampled, self.prefilled, self.preempted = 0.0, 0.0, 0.0, 0
+        self.prefilled_again, self.prefilling_again = 0.0, 0.0
+        """Tokens that it has computed once more for answers under way when weights changed, each with its prompt, and
+        seconds in which it did."""
         self.full = 0.0
         """Seconds in which it had no room for another group, or no memory for all that it had taken."""
         self._running: dict[int, RunningAnswer] = {}
@@ -99,7 +102,10 @@ class SimulatedEngine:
         self.now += seconds
         if again and self._running:
             contexts = [each.prompt + each.done + self._step - each.begun for each in self._running.values()]
+            begun = self.now
             self._prefill(sum(contexts), sum(each * each / 2 for each in contexts))
+            self.prefilled_again += sum(contexts)
+            self.prefilling_again += self.now - begun
 
     @property
     def under_way(self) -> float:

@@ -106,6 +106,10 @@ class SimulatedRun:
     """Sampled tokens that were trained in an update that survived."""
     under_way: float
     """Sampled tokens that would still be trained, had the simulation not ended."""
+    prefilled_again: float
+    """Tokens that an engine computed once more after an update, the mean over engines and updates."""
+    prefilling_again: float
+    """Share of the time in which an engine did that, the mean over all."""
     preempted: int
     """Times that an answer had to make room for others in an engine's memory."""
     failures: Counter[str] = field(default_factory=Counter)
@@ -202,6 +206,7 @@ class Simulator:
         self._now, self._events, self._order = 0.0, [], count()
         self._updates: list[TrainedUpdate] = []
         self._engine_busy = self._engine_full = self._trainer_busy = self._sampled = 0.0
+        self._prefilled_again = self._prefilling_again = 0.0
         self._preempted, self._failures, self._incarnation = 0, Counter(), 0
         self._furthest = self._in_vain = 0
         self._saved: _Saved | None = None
@@ -488,6 +493,8 @@ class Simulator:
         self._engine_busy += engine.busy
         self._engine_full += engine.full
         self._sampled += engine.sampled
+        self._prefilled_again += engine.prefilled_again
+        self._prefilling_again += engine.prefilling_again
         self._preempted += engine.preempted
 
     def _returned(self, number: int) -> None:
@@ -538,6 +545,8 @@ class Simulator:
             sampled=self._sampled,
             trained=trained,
             under_way=self._under_way(),
+            prefilled_again=self._prefilled_again / (len(self._updates) * rollout.engines),
+            prefilling_again=self._prefilling_again / (self._now * rollout.engines),
             preempted=self._preempted,
             failures=self._failures,
         )

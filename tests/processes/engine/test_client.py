@@ -11,7 +11,7 @@ from collections import Counter
 import pytest
 from aiohttp import web
 
-from areal_megatron.engine.client import EngineClient, EngineError, versions_of_tokens
+from areal_megatron.engine.client import Committed, EngineClient, EngineError, versions_of_tokens
 from tests.support.generating import generated
 from tests.support.probing import probed
 
@@ -152,7 +152,7 @@ def test_a_connection_that_the_engine_just_closed_costs_no_request():
         client = EngineClient("engine-0", f"http://{host}:{port}", "secret", timeout_s=5)
         try:
             first = await client.load()
-            assert await client.commit(3, clear_cache=True) == 0.5
+            assert await client.commit(3, clear_cache=True) == Committed(0.5)
             assert first == await client.load() and first.running == 3
         finally:
             await client.close()

@@ -47,7 +47,7 @@ class Scene:
                 self.dead.set()
                 await asyncio.Event().wait()
             refused = self.dead.is_set() or request.path == self.refuses
-            return web.json_response({"seconds": 0.1}, status=500 if refused else 200)
+            return web.json_response({"seconds": 0.1, "prefilled_again": 7}, status=500 if refused else 200)
 
         app = web.Application()
         app.router.add_route("*", "/{route:.*}", record)
@@ -176,6 +176,7 @@ def test_a_streamed_engine_generates_while_few_changes_arrive_and_keeps_its_weig
             assert await scene.update(7, changed=0.03) == ("ready", 3)
             assert await scene.update(8, changed=0.01) == ("receiving", 3), "too much had changed"
             assert scene.committed == [1, 2, 4, 6, 7, 8] and scene.engine.state == "ready"
+            assert (scene.link.take_prefilled_again(), scene.link.take_prefilled_again()) == (6 * 7, 0)
 
     asyncio.run(asyncio.wait_for(play(), 300))
 

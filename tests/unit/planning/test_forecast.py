@@ -220,7 +220,9 @@ class TestEngine:
         again.pause(0.01, 0.5, again=True)
         context = 10 + again.sampled
         assert kept.now == pytest.approx(0.51)
-        assert again.now - kept.now == pytest.approx(time.prefill(context, context**2 / 2))
+        prefilling = time.prefill(context, context**2 / 2)
+        assert again.now - kept.now == pytest.approx(prefilling) == pytest.approx(again.prefilling_again)
+        assert again.prefilled_again == pytest.approx(context) and kept.prefilled_again == kept.prefilling_again == 0
 
 
 PLAN = [[[[0], [1]]]]

@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -970,6 +971,24 @@ def test_a_plan_tells_mfu_and_when_engines_have_adapters_and_when_all_weights(ca
     assert adapters == pytest.approx(2 * factors_of_a_rank(hf, 4, 32, hf["head_dim"]) / rate, abs=0.5)
     assert whole == pytest.approx(2 * 32.76e9 / 4 / rate, rel=0.01)
     assert 20 <= pause < whole_pause
+
+
+def test_a_plan_tells_what_engines_prefill_again_at_an_update(capsys, monkeypatch):
+    """80 answers at a time, each seen at a random moment: half of it is there, of long ones more often."""
+    monkeypatch.chdir(ROOT)
+    path = ROOT / "configs/models/Qwen3-32B"
+    sizes = ["--nodes=48", "--gpus=8", "--gpu=h100"]
+    arguments = [str(ROOT / "configs/qwen3_32b.yaml"), f"model.path={path}", *sizes]
+    assert plan.main(arguments) == 0
+    lines = capsys.readouterr().out.splitlines()
+    form = r"rollout\.kv_policy=recompute: at an update an engine prefills about (\S+) tokens again, in (\S+) s of .*"
+    tokens, seconds = (float(each.replace(",", "")) for each in re.fullmatch(form, lines[-1]).groups())
+    answers = np.clip(np.random.default_rng(0).lognormal(np.log(6912), 0.9, 100_000), 1, 27648)
+    assert tokens == pytest.approx(80 * (200 + (answers**2).mean() / answers.mean() / 2), rel=0.1)
+    products = 2 * 32e9 * tokens / (4 * accelerator("h100").flops * 0.62)
+    assert products < seconds < 2 * products
+    assert plan.main([*arguments, "rollout.kv_policy=keep"]) == 0
+    assert "prefill" not in capsys.readouterr().out
 
 
 def test_a_checkpoint_of_adapters_is_small():
