@@ -236,6 +236,32 @@ def test_memory_that_is_free_is_put_to_use(run):
     assert any(row.startswith(f"| `{run}` |") and figures in row for row in rows)
 
 
+FIRST = {
+    "r1_32b": ["trainer.cp=1", "trainer.dp=12"],
+    "qwen3_32b": ["trainer.cp=1", "trainer.dp=12"],
+    "qwen3_235b": ["trainer.tp=4", "trainer.cp=1", "trainer.dp=2", "optimizer.on_host=false"],
+}
+"""What makes the layouts of today those that the configs had first."""
+
+
+@pytest.mark.parametrize("run", FIRST)
+def test_updates_are_shorter_than_with_the_first_layouts_by_the_same_model(run, monkeypatch, tmp_path):
+    monkeypatch.chdir(ROOT)
+    config, found = planned(run)
+    asked = [f"configs/{run}.yaml", f"model.path={config.model.path}", "--gpus=8", "--gpu=h100"]
+    asked += [f"--nodes={len(found.placement.nodes)}", f"--json={tmp_path / 'plan.json'}"]
+    figures = []
+    for layout in (FIRST[run], []):
+        assert main([*asked, *layout]) == 0
+        parts = json.loads((tmp_path / "plan.json").read_text())["trainer_s"]
+        figures.append((sum(parts.values()), parts["useful"] / sum(parts.values())))
+    (first_s, first), (now_s, now) = figures
+    assert now_s <= 0.85 * first_s
+    told = f": {first_s:.1f} s, MFU {first:.0%} | {now_s:.1f} s, MFU {now:.0%} |"
+    rows = (ROOT / "docs/published_runs.md").read_text().splitlines()
+    assert any(row.startswith(f"| `{run}` |") and row.endswith(told) for row in rows)
+
+
 TRAFFIC = {
     "r1_1.5b": (1, 3, 1.001),
     "r1_7b": (1, 3, 1.001),
