@@ -5,13 +5,12 @@ is behind it, such as the all-reduce of a training step (run/gpu_settings.py). A
 before it gets to the message for which everybody waits. So
 
 - a rank has one message of a link on its way at most, and posts the next when it has seen that one arrive;
-- a trainer rank posts a message once the engine rank has posted its receive, which it says over TCP (tcp.py). Meanwhile
-  the message takes nothing of the trainer's GPU;
+- the engine rank posts its receive once the trainer rank has turned to this message, and the trainer rank posts the
+  message after that; both say so over TCP (tcp.py). Until then it takes nothing of either GPU;
 - of all its links together a rank sends eight messages at once: each takes up to four blocks of the GPU from training.
 
 NCCL connects two members inside their first call for each other, which returns once both have made it. So a pair first
-exchanges one element, of which the engine rank says that it is about to post the receive. NCCL takes so little off the
-trainer's GPU before it is received.
+exchanges one element, after the same words. NCCL takes so little off the trainer's GPU before it is received.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ SETTINGS = WATCHDOG | {
 """With these, torch's watchdog aborts a link's group when a peer dies, and no more; the process's own environment must
 have WATCHDOG too. The last one silences a warning that messages wait for each other, as here they should."""
 _GIVEN_UP = "the link was given up"
-_POSTED = torch.empty(0)
-"""Says that a receive is posted, by its tag alone."""
+_READY = torch.empty(0)
+"""Says by its tag alone that a trainer rank has turned to a message, or that an engine rank has posted its receive."""
 _settings = threading.Lock()
 _BLOCKS = 2, 4
 """The fewest and the most thread blocks of a message on the GPU, which its computation lacks for so long."""
@@ -64,7 +63,7 @@ class Nccl(Carrier):
 
     def __init__(self, end: LinkEnd):
         super().__init__(end)
-        self._posted = Tcp(end)
+        self._words = Tcp(end)
         self._connected: set[int] = set()
         self._entered: list[None] = []
         """Has an element while a message of this link is one of `_sends`."""
@@ -75,7 +74,7 @@ class Nccl(Carrier):
 
     def join(self, keys: dist.Store, members: Members, member: int) -> None:
         self._keys, self._members, self._member = keys, len(members), member
-        self._posted.join(keys, members, member)
+        self._words.join(keys, members, member)
 
     def meet(self, wait: Callable[[Mapping[str, str]], object]) -> None:
         """Connects all members, once in a generation.
@@ -103,16 +102,23 @@ class Nccl(Carrier):
 
     def send(self, flat: Tensor, peer: int, tag: int, deadline: Deadline) -> dist.Work:
         if peer not in self._connected:
-            self._posted.wait(self._posted.receive(_POSTED, peer, tag), deadline)
+            self._turn_to(peer, tag, deadline)
             self.wait(self._live().send([self._one()], peer, tag), deadline)
             self._connected.add(peer)
-        self._posted.wait(self._posted.receive(_POSTED, peer, tag), deadline)
+        self._turn_to(peer, tag, deadline)
         self._enter(deadline)
         try:
             return self._live().send([flat], peer, tag)
         except RuntimeError:
             self._leave()
             raise
+
+    def _turn_to(self, peer: int, tag: int, deadline: Deadline) -> None:
+        self._words.send(_READY, peer, tag, deadline)
+        self._hear(peer, tag, deadline)
+
+    def _hear(self, peer: int, tag: int, deadline: Deadline) -> None:
+        self._words.wait(self._words.receive(_READY, peer, tag), deadline)
 
     def _enter(self, deadline: Deadline) -> None:
         while not _sends.acquire(timeout=_ENTER_S):
@@ -126,12 +132,14 @@ class Nccl(Carrier):
 
     def receive(self, flat: Tensor, peer: int, tag: int) -> dist.Work:
         deadline = Deadline(self.end.timeout_s)
+        self._hear(peer, tag, deadline)
         if peer not in self._connected:
-            self._posted.send(_POSTED, peer, tag, deadline)  # before the call, which waits for the sender's
+            self._words.send(_READY, peer, tag, deadline)  # before the call, which waits for the sender's
             self.wait(self._live().recv([self._one()], peer, tag), deadline)
             self._connected.add(peer)
+            self._hear(peer, tag, deadline)
         work = self._live().recv([flat], peer, tag)
-        self._posted.send(_POSTED, peer, tag, deadline)
+        self._words.send(_READY, peer, tag, deadline)
         return work
 
     def _one(self) -> Tensor:
@@ -160,14 +168,14 @@ class Nccl(Carrier):
         """Ends the group in the background: NCCL waits for the GPU and for threads of its own, and the group's
         destructor, which a collection of garbage could call on any thread, for torch's watchdog."""
         self._over = True
-        self._posted.abort()
+        self._words.abort()
         held, self.group = [self.group], None
         self._leave()
         if held[0]:
             threading.Thread(target=_end, args=(held,), name=f"end-{self.end.name}", daemon=True).start()
 
     def close(self) -> None:
-        self._posted.close()
+        self._words.close()
 
 
 def _check(deadline: Deadline) -> None:

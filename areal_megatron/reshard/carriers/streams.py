@@ -331,13 +331,18 @@ def dial(host: str, port: int, who: str, trust: Trust, link: str, role: str, unt
     return stream
 
 
+def role(sender: int, receiver: int) -> str:
+    """Returns the role of the stream that carries messages from a member of a link to another."""
+    return f"from member {sender} to member {receiver}"
+
+
 class Streams:
     """Carries the messages of one rank of a link. Messages of a pair arrive in the order in which they were sent, and
-    must be received in it. `open_stream` returns the stream of a member, by a time of the monotonic clock; it raises
-    OSError."""
+    must be received in it. `open_stream` returns the stream from a member to another, of which `member` is one, by a
+    time of the monotonic clock; it raises OSError."""
 
-    def __init__(self, open_stream: Callable[[int, float], Stream], timeout_s: float):
-        self._open, self._timeout_s = open_stream, timeout_s
+    def __init__(self, member: int, open_stream: Callable[[int, int, float], Stream], timeout_s: float):
+        self._member, self._open, self._timeout_s = member, open_stream, timeout_s
         self._outboxes: dict[int, _Outbox] = {}
         self._inboxes: dict[int, _Inbox] = {}
 
@@ -345,13 +350,13 @@ class Streams:
         """Sends one tensor, which must not change before the end of `wait`."""
         if peer not in self._outboxes:
             until = time.monotonic() + self._timeout_s
-            self._outboxes[peer] = _Outbox(functools.partial(self._open, peer, until))
+            self._outboxes[peer] = _Outbox(functools.partial(self._open, self._member, peer, until))
         return self._outboxes[peer].put(_bytes(*tensors), tag)
 
     def recv(self, tensors: Sequence[Tensor], peer: int, tag: int) -> _Awaited:
         """Receives into one tensor, by the end of `wait`."""
         if peer not in self._inboxes:
-            self._inboxes[peer] = _Inbox(functools.partial(self._open, peer))
+            self._inboxes[peer] = _Inbox(functools.partial(self._open, peer, self._member))
         return self._inboxes[peer].expect(_bytes(*tensors), tag)
 
     def end(self) -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from areal_megatron.process.errors import first_line
 from areal_megatron.reshard.carriers.base import Carrier, Members
-from areal_megatron.reshard.carriers.streams import Listener, Stream, Streams, dial
+from areal_megatron.reshard.carriers.streams import Listener, Stream, Streams, dial, role
 from areal_megatron.reshard.messages import Listens
 from areal_megatron.run.network import address_towards, split_address
 
@@ -21,7 +21,7 @@ _SECRET_BYTES = 32
 
 
 class Tcp(Carrier):
-    """A stream for each pair of members. Engine ranks listen, trainer ranks dial."""
+    """A stream for each pair of members and direction. Engine ranks listen, trainer ranks dial."""
 
     group: Streams | None = None
     _listener: Listener | None = None
@@ -39,7 +39,7 @@ class Tcp(Carrier):
             self._listener.begin(self._name)
             listens = Listens(host, self._listener.port, secret.hex())
             keys.set(_key(member), msgspec.json.encode(listens).decode())
-        self.group = Streams(self._open, self.end.timeout_s)
+        self.group = Streams(member, self._open, self.end.timeout_s)
 
     def close(self) -> None:
         if self.group:
@@ -47,16 +47,17 @@ class Tcp(Carrier):
         if self._listener:
             self._listener.close()
 
-    def _open(self, peer: int, until: float) -> Stream:
-        """Returns the stream to or from a member. Raises OSError."""
+    def _open(self, sender: int, receiver: int, until: float) -> Stream:
+        """Returns the stream from one member to another. Raises OSError."""
         if self._listener:
-            return self._listener.take(self._name, f"member {peer}", until)
+            return self._listener.take(self._name, role(sender, receiver), until)
+        peer = receiver if sender == self._member else sender
         try:  # an engine rank listens before it says that it is ready, for which the link has waited
             told = msgspec.json.decode(self._keys.get(_key(peer)), type=Listens)
         except (RuntimeError, msgspec.MsgspecError) as e:
             raise ConnectionError(f"where member {peer} listens is not known: {first_line(e)}") from None
         who, secret = self._members.name(peer), bytes.fromhex(told.secret)
-        return dial(told.host, told.port, who, secret, self._name, f"member {self._member}", until)
+        return dial(told.host, told.port, who, secret, self._name, role(sender, receiver), until)
 
 
 def _key(member: int) -> str:

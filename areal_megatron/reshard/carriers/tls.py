@@ -10,7 +10,16 @@ from typing import cast
 import torch.distributed as dist
 
 from areal_megatron.reshard.carriers.base import Carrier, LinkEnd, Members
-from areal_megatron.reshard.carriers.streams import KEYS, Dialer, Listener, RemoteKeys, Stream, Streams, serve_keys
+from areal_megatron.reshard.carriers.streams import (
+    KEYS,
+    Dialer,
+    Listener,
+    RemoteKeys,
+    Stream,
+    Streams,
+    role,
+    serve_keys,
+)
 
 
 class Tls(Carrier):
@@ -45,18 +54,18 @@ class Tls(Carrier):
             serve_keys(stream, keys, functools.partial(on_lost, rank))
 
     def join(self, keys: dist.Store, members: Members, member: int) -> None:
-        self._members, self._member = members, member
-        self.group = Streams(self._open, self.end.timeout_s)
+        self._members = members
+        self.group = Streams(member, self._open, self.end.timeout_s)
         self._ends.append(self.group)
 
     def close(self) -> None:
         for each in (*self._served, *self._ends):
             each.end()
 
-    def _open(self, peer: int, until: float) -> Stream:
-        """Returns the stream to or from a member. Raises OSError."""
-        site = self.end.site
+    def _open(self, sender: int, receiver: int, until: float) -> Stream:
+        """Returns the stream from a trainer rank to an engine rank. Raises OSError."""
+        site, name = self.end.site, role(sender, receiver)
         if isinstance(site, Listener):
-            return site.take(self._name, f"member {peer}", until)
+            return site.take(self._name, name, until)
         assert isinstance(site, Dialer)
-        return site.dial(peer - len(self._members.senders), self._name, f"member {self._member}", until)
+        return site.dial(receiver - len(self._members.senders), self._name, name, until)

@@ -36,11 +36,12 @@ FEW_SENDERS = ["qwen3_14b", "r1_14b", "r1_32b"]
 """Those whose schedules take a millisecond or two."""
 MODELS = {"sea_235b": "Qwen3-235B-A22B-Thinking-2507"}
 """Config → its model, where the key has the folder of a run."""
-HERE = {"send_after": "posted"}
-"""The rule of carriers/nccl.py: a message is sent once its receive is posted."""
-AT_ANY_NUMBER = {"send_after": "running", "receive_after": "next"}
-"""A rule that does with any number of queues: a receive is posted once its sender has no other message to send first,
-and the message is sent once its receive runs. Then no message in a queue waits for work that is in no queue yet."""
+HERE = {"send_after": "posted", "receive_after": "next"}
+"""The rule of carriers/nccl.py: a receive is posted once its sender has no other message to send first, and the message
+is sent once its receive is posted."""
+AT_ANY_NUMBER = HERE | {"send_after": "running"}
+"""A rule that does with any number of queues: the message is sent once its receive runs. Then no message in a queue
+waits for work that is in no queue yet."""
 
 
 @cache
@@ -121,7 +122,7 @@ def test_messages_one_at_a_time_never_wait_in_a_circle_by_themselves(name, queue
 
 @pytest.mark.parametrize("name", SIZES)
 @pytest.mark.parametrize(("engines", "schedules"), [(2, 200), (8, 30)])
-def test_messages_that_are_sent_after_their_receives_are_posted_never_wait_in_a_circle(name, engines, schedules):
+def test_messages_whose_ends_wait_for_each_other_never_wait_in_a_circle(name, engines, schedules):
     assert not circles(name, schedules, engines=engines, **HERE)
 
 
@@ -147,15 +148,15 @@ def test_nor_as_they_are_sent_here_in_ten_thousand(name, engines, schedules):
 
 
 def test_where_ranks_receive_from_many_they_may_if_receives_do_not_wait_for_their_senders():
-    """As here: a sender may turn to another rank first, whose receive waits behind a collective of both."""
-    assert circles("qwen3_14b", 200, **HERE)
-    assert not circles("qwen3_14b", 200, **HERE, receive_after="next")
+    """A sender may turn to another rank first, whose receive waits behind a collective of both."""
+    assert circles("qwen3_14b", 200, send_after="posted")
+    assert not circles("qwen3_14b", 200, **HERE)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", SHIPPED)
-def test_if_they_do_wait_none_closes_in_ten_thousand_schedules(name):
-    assert not circles(name, ten_thousand(name), **HERE, receive_after="next")
+def test_here_none_closes_in_ten_thousand_schedules(name):
+    assert not circles(name, ten_thousand(name), **HERE)
 
 
 @pytest.mark.parametrize("name", SIZES)

@@ -174,12 +174,27 @@ def test_giving_an_engine_up_inside_a_message_holds_neither_the_step_nor_the_thr
     assert until(lambda: not update.thread.is_alive()) < 1
 
 
+def test_a_receive_is_posted_once_its_sender_has_turned_to_it(pools, nccl):
+    """On the GPU it could hold up the collective that the sender's turn waits for (test_circles.py)."""
+    link = pools(sizes={}, tp=2, timeout_s=30.0)
+    link.join(1)
+    link.update(1)
+    trainer, *engine = sorted(nccl, key=lambda group: group.rank)
+    type(trainer).hangs = True
+    link.start()
+    link.publish(2)
+    until(lambda: trainer.under_way)
+    time.sleep(0.1)
+    assert sum(group.under_way for group in engine) == 1, "that of the rank to which the trainer sends"
+    link.publishers[0].give_up(0, 1)
+
+
 def test_a_message_whose_receive_is_never_posted_is_not_sent_and_ends_with_its_link(pools, nccl, monkeypatch):
     link = pools(sizes={}, tp=1, timeout_s=30.0)
     link.join(1)
     link.update(1)
     posts = threading.Event()
-    monkeypatch.setattr(link.inlets[0].link.carrier._posted, "send", lambda *told: posts.set())
+    monkeypatch.setattr(link.inlets[0].link.carrier._words, "send", lambda *told: posts.set())
     link.start()
     link.publish(2)
     (update,) = link.publishers[0]._updates
@@ -273,8 +288,12 @@ class ManyLinks:
         self.under_way, self.most, self.hang, self.lock = 0, 0, False, threading.Lock()
         for carrier in self.carriers:
             carrier.group, carrier._connected = self, {1}
-            carrier._posted = SimpleNamespace(
-                receive=lambda *_: None, wait=lambda *_: None, abort=lambda: None, close=lambda: None
+            carrier._words = SimpleNamespace(
+                send=lambda *_: None,
+                receive=lambda *_: None,
+                wait=lambda *_: None,
+                abort=lambda: None,
+                close=lambda: None,
             )
 
     def send(self, tensors, peer, tag):

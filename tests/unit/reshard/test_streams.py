@@ -304,7 +304,7 @@ def test_no_memory_is_taken_because_a_peer_says_so(ends):
 
 def carried(ends):
     """The messages of both ends, whose other member is 0."""
-    return [Streams(lambda peer, until, end=end: end, 20) for end in ends]
+    return [Streams(member, lambda *_, end=end: end, 20) for member, end in enumerate(ends)]
 
 
 def test_messages_arrive_in_order_whenever_they_are_waited_for(ends):
