@@ -395,7 +395,7 @@ def fill(evaluation: OfflineEvaluation, out: Path, folders: Folders) -> None:
 
 
 def _processes(config: Config) -> list[Process]:
-    """Returns the engine, and those of the served models, each on GPUs (or cores) of its own. Raises ConfigError."""
+    """Returns the engine, and the served models' engines, each on GPUs (or cores) of its own. Raises ConfigError."""
     named = [(_ENGINE, "rollout", 0, config.rollout.tp)]
     for name, model in config.served_models.items():
         named += [(served_name(name, index), name, index, model.tp) for index in range(model.engines)]

@@ -4,8 +4,8 @@
 
 So do Kubernetes' JobSet and SkyPilot, by the files in launch/manifests/, PyTorchJob, and pbsdsh. Every process
 supervises its node; the one of rank 0 also watches the run. The others find it by a file in the run folder, which all
-nodes share. Whoever gets SIGTERM asks the run to save a checkpoint and to stop. All exit with the same code, that of
-areal train; with resume=auto the same command goes on. Imports neither torch nor vllm.
+nodes share. Whoever gets SIGTERM asks the run to save a checkpoint and to stop. All exit with the same code, as
+areal train does; with resume=auto the same command goes on. Imports neither torch nor vllm.
 """
 
 from __future__ import annotations

@@ -210,7 +210,7 @@ def _is_as_written(code: types.CodeType, text: str) -> bool:
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    """Yields the code and that of functions within it."""
+    """Yields the code, and the code of functions within it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -283,7 +283,7 @@ def _submodules(module: str, used: str, tree: ast.AST) -> list[str]:
 
 
 def _globals_of(code: types.CodeType) -> Iterator[str]:
-    """Yields the global names that code reads, also those of functions within it."""
+    """Yields the global names that code reads, also in functions within it."""
     for each in _codes(code):
         for step in dis.get_instructions(each):
             if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):

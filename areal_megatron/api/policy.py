@@ -10,7 +10,7 @@
         policy.step()
         policy.publish()
 
-The trainers and engines are those of a run, started by the same launcher (mode=driven).
+The trainers and engines belong to a run, started by the same launcher (mode=driven).
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class Policy:
         """Returns n answers to each prompt, all sampled at once, by whatever versions the engines have meanwhile.
 
         `max_tokens` and `temperature`: by default rollout.max_new_tokens and rollout.temperature, at which losses take
-        the tokens to be sampled. `stop_tokens`: by default those of the model. `seed`: the same one gives the same
+        the tokens to be sampled. `stop_tokens`: by default the model's own. `seed`: the same one gives the same
         answers under the same weights; None: others in every call. `adapter`: a folder of `save_adapter`; it answers in
         place of what was published last.
         """

@@ -64,7 +64,7 @@ def load(config: str | Path, **keys: Any) -> Config:
 class Run:
     """A run and its folder: to be started, or started before, here or elsewhere.
 
-    `config` is a YAML file, or a Config that `load` has returned. `keys` override its keys: `updates=20`, or those of a
+    `config` is a YAML file, or a Config that `load` has returned. `keys` override its keys: `updates=20`, or a whole
     section, `rollout={"max_staleness": 2}`. In place of a function's import path the function itself may stand
     (docs/python.md). Raises ConfigError for what is wrong with config, keys and functions.
     """
@@ -91,7 +91,7 @@ class Run:
     def start(self, *options: str, quiet: bool = False, tied: bool = False) -> None:
         """Starts the run on this machine, or resumes it, and returns when it has begun.
 
-        `options`: those of `areal train`, such as "--restarts=1". The run's progress is printed, unless `quiet`. It
+        `options`: for `areal train`, such as "--restarts=1". The run's progress is printed, unless `quiet`. It
         goes on after the end of this process, unless it is `tied` to it. Raises ConfigError for wrong input, RunFailed
         if the run ends before it begins, and RunError if this object has started it already.
         """
@@ -108,7 +108,7 @@ class Run:
             started.wait()
 
     def submit(self, *options: str) -> str:
-        """Has Slurm start the run: `options` are those of `areal submit`, such as "--nodes=2", "--gpus=8". Returns what
+        """Has Slurm start the run: `options` are for `areal submit`, such as "--nodes=2", "--gpus=8". Returns what
         the program says. Raises ConfigError or RunFailed."""
         return self._program("submit", str(self._config), *self._overrides, *options, quiet=True).wait()
 
@@ -146,7 +146,7 @@ class Run:
 
     def metrics(self, kind: str = "") -> Iterator[dict[str, Any]]:
         """Yields the lines of metrics.jsonl of a kind (docs/metrics.md), from the first one on, as they are written: by
-        default those of updates, or of steps in supervised modes.
+        default of updates, or of steps in supervised modes.
 
         It ends when the run that this object has started does, else with the newest line. What a resumed run does again
         comes again.
@@ -162,7 +162,7 @@ class Run:
     def evaluate(self, *arguments: str, out: str | Path | None = None, quiet: bool = False) -> dict[str, Any]:
         """Returns the figures of an evaluation of the run's model: what `areal evaluate` writes as result.json.
 
-        `arguments`: those of `areal evaluate` after the run's folder, such as a file and "--n=8". `out`: a new folder
+        `arguments`: for `areal evaluate` after the run's folder, such as a file and "--n=8". `out`: a new folder
         for result and answers, which are not kept without it. Raises ConfigError or RunFailed.
         """
         with tempfile.TemporaryDirectory(prefix="areal-") as folder:
@@ -213,7 +213,7 @@ class RunEngines:
     def add(self, *options: str, quiet: bool = False) -> AddedEngines:
         """Starts engines on this machine for the run, and returns when they have names; they join when they are ready.
 
-        `options`: those of `areal engines add`, such as "--count=1". What their launcher says is printed, unless
+        `options`: for `areal engines add`, such as "--count=1". What their launcher says is printed, unless
         `quiet`. They go on after the end of this process, until the run is over. Raises ConfigError or RunFailed.
         """
         launcher = self._program("engines", "add", self._run, *options, quiet=quiet, stays=True)
@@ -226,7 +226,7 @@ class RunEngines:
     def drain(self, *arguments: str) -> None:
         """Has engines answer what they have been asked and leave; returns when they have.
 
-        `arguments`: those of `areal engines drain` after the run's folder, such as "engine-1". Raises ConfigError or
+        `arguments`: for `areal engines drain` after the run's folder, such as "engine-1". Raises ConfigError or
         RunFailed.
         """
         self._program("engines", "drain", self._run, *arguments, quiet=True).wait()

@@ -424,8 +424,8 @@ def _error(status: int, problem: str) -> web.Response:
 
 
 def config_of(file: str, overrides: list[str]) -> Config:
-    """Returns the config of a server: its Adam is that of clients, unless an override says otherwise. Raises
-    ConfigError."""
+    """Returns the config of a server: its Adam is set as clients set theirs, unless an override says otherwise.
+    Raises ConfigError."""
     own = ["mode=driven", "checkpoint.keep_every=1", *(f"optimizer.{name}={value}" for name, value in ADAM.items())]
     if not config_file.load(file, [*own, *overrides]).lora.rank:
         raise ConfigError("lora.rank: clients of tinker train adapters: give their rank")

@@ -136,8 +136,8 @@ class HfFolder:
         return weights
 
     def dtype(self, tensor: str, numbered: Shape | None = None) -> str:
-        """Returns the dtype of a canonical pattern's tensor with these numbers, None for one that holds those
-        of all numbers exactly. One in 8 bits is read in bfloat16."""
+        """Returns the dtype of a canonical pattern's tensor with these numbers; for None, one that holds
+        such tensors of all numbers exactly. One in 8 bits is read in bfloat16."""
         names = [name_at(tensor, numbered)] if numbered is not None else expand({tensor: self._canonical[tensor]})
         return exact_dtype("bfloat16" if (own := self._extents[name].dtype) == FP8 else own for name in names)
 

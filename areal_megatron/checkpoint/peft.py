@@ -35,7 +35,7 @@ WEIGHTS = "adapter_model.safetensors"
 _EXPERT = re.compile(r"\bexperts\.\d+\.")
 """A part of the names of a router's experts."""
 PREFIX = "base_model.model."
-"""What PEFT's names of factors have before those of the model's layers."""
+"""What PEFT's names of factors have before the names of the model's layers."""
 _PLAIN = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
 """Ways to begin an adapter, init_lora_weights, that leave the model's weights as they are; so do true and false."""
 _ABSENT = (

@@ -258,7 +258,7 @@ class Batches:
 def describe(trajectories: Sequence[Trajectory], version: int) -> dict[str, Any]:
     """Returns the figures of one batch: rewards, lengths in tokens, staleness in versions.
 
-    An episode of several samples counts once in those of rewards and staleness. Means over answers of which there are
+    An episode of several samples counts once in rewards and staleness. Means over answers of which there are
     none are left out.
     """
     lengths = np.array([len(t.response) for t in trajectories])

@@ -27,7 +27,7 @@ class Difficulty:
     def __init__(self, rollout: RolloutConfig, measured: Mapping[int, Measured] | None = None):
         self._rollout = rollout
         self.measured: dict[int, Measured] = dict(measured or {})
-        """That of the group that finished last, by prompt."""
+        """What the group that finished last showed, by prompt."""
 
     def reason_to_skip(self, prompt: Prompt, version: int) -> str:
         """Returns why the prompt is not to be drawn while `version` is trained; empty if its pass rate is unknown,

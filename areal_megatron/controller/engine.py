@@ -206,8 +206,8 @@ def room_of(config: Config) -> int:
 def connector(config: Config, run: RunFolder) -> Callable[[str, str], EngineClient]:
     """Returns what makes a connection to the engine of a name that has announced itself at an endpoint.
 
-    It has read the run's secret and credentials already: a controller that was replaced unnoticed must not know those
-    of the next one. Raises ConfigError if others may use them.
+    It has read the run's secret and credentials already: a controller that was replaced unnoticed must not know the
+    next one's. Raises ConfigError if others may use them.
     """
     token, tls = run.token, run.credentials.calling()
     return lambda name, endpoint: EngineClient(name, endpoint, token, config.machine.peer_timeout_s, tls)

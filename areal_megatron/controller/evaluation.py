@@ -57,7 +57,7 @@ class _Answer:
     correct: bool
     truncated: bool
     tokens: int
-    """Those of the environment included."""
+    """The environment's included."""
     versions: np.ndarray
     """int32 [tokens that the model sampled]"""
 

@@ -63,7 +63,7 @@ class Generation:
         self._config, self._schedule, self._sampler, self._changed = config, schedule, sampler, changed
         self._prompts, self._teachers = prompts, teachers
         self.drawing = drawing_of(config, prompts, tokenizer)
-        """That of the prompts, from the beginning."""
+        """How prompts are drawn, from the beginning."""
         self._by_id = {prompt.id: prompt for prompt in prompts}
         self._cursor = cursor(config, prompts)
         self._difficulty = Difficulty(config.rollout)

@@ -53,7 +53,7 @@ class Probe:
         self._longest = min(SCORED_TOKENS, config.longest_sequence - 1)  # vLLM has to have room for another token
         self._number, self._version = 0, -1
         self._excerpts: list[Excerpt] = []
-        """Those of the newest batch, until an engine is asked about them."""
+        """Excerpts of the newest batch, until an engine is asked about them."""
         self._trainers: dict[int, np.ndarray] = {}
         self._engine: dict[int, np.ndarray] = {}
         """Log-probabilities of compared tokens, by number of the batch, of which the other side has yet to tell."""

@@ -48,7 +48,7 @@ class Trajectory(msgspec.Struct, kw_only=True):
     asked: int | None = None
     """`checksum` of the tokens that the engine was sent for its first token; None if no engine was asked."""
     reward: float
-    """That of the episode."""
+    """The episode's."""
     returns: list[tuple[int, float]] = []
     """(trained tokens, return) of each of its answers, where answers have rewards of their own; empty: each has the
     return `reward`."""
@@ -154,9 +154,9 @@ class LossPart(msgspec.Struct, kw_only=True):
     """float32 [trained tokens] of each trajectory"""
     weights: list[np.ndarray]
     """float32 [trained tokens] of each trajectory, which the losses of its tokens are multiplied by before they are
-    summed; [] has those of the loss, a mean over the samples"""
+    summed; if [], the loss has its own, a mean over the samples"""
     at: list[int]
-    """The place of each trajectory's first trained token among those of all samples."""
+    """The place of each trajectory's first trained token among all samples' tokens."""
     tokens: int
     """The trained tokens of all samples, of other replicas' too."""
 

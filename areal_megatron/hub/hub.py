@@ -1,8 +1,8 @@
 """Models and data sets by their names on the Hugging Face hub: the revision that a name means now, and its files.
 
 A launcher, or a command that a person runs, fetches them into the hub's cache (HF_HOME, HF_HUB_CACHE) before anything
-starts; the processes of a run find them there and never ask the hub. HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE are those
-of huggingface_hub. No token is printed.
+starts; the processes of a run find them there and never ask the hub. HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE mean what
+they mean to huggingface_hub. No token is printed.
 """
 
 from __future__ import annotations

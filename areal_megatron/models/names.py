@@ -1,5 +1,5 @@
 """Names of tensors in published folders of models with images, and with all experts of a layer in one tensor. Tables
-have those of the language model alone, an expert at a time."""
+have the language model's alone, an expert at a time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 TOWER = "model.visual."
 """How the names of tensors begin that take images in."""
 _LANGUAGE = "model.language_model."
-"""How those of the language model begin in a model that has such tensors, but for its output layer."""
+"""How the language model's names begin in a model that has such tensors, but for its output layer."""
 _STACKED = re.compile(r"\.mlp\.experts\.(gate_up_proj|down_proj)$")
 _EXPERT = re.compile(r"\.mlp\.experts\.\d+\.(?:(gate|up)|(down))_proj\.weight$")
 
@@ -24,8 +24,8 @@ def published(name: str) -> str:
 
 
 def parts(name: str) -> tuple[str, ...]:
-    """Returns the projections of which a tensor [experts, …] holds those of all experts of a layer, each expert's one
-    after another in its rows; () of any other tensor."""
+    """Returns the projections that a tensor [experts, …] holds of all experts of a layer, each expert's one after
+    another in its rows; () of any other tensor."""
     stacked = _STACKED.search(name)
     return {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}[stacked[1]] if stacked else ()
 

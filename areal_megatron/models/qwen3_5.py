@@ -1,4 +1,4 @@
-"""Qwen3.5, the language model: layers as those of Qwen3-Next, some with a dense MLP, some with experts, and the
+"""Qwen3.5, the language model: layers as in Qwen3-Next, some with a dense MLP, some with experts, and the
 projections into a gated delta net apart in checkpoints."""
 
 from dataclasses import replace

@@ -168,8 +168,8 @@ def advise(config: Config, updates: Sequence[dict[str, Any]]) -> Advice | None:
     """Returns what to change in the split or the staleness of a run; None if nothing would gain enough, or if that is
     not certain yet.
 
-    `updates` are the update lines of metrics.jsonl since the run began, or was resumed, last. Those of the first
-    η + 1 versions after that, or after an engine came or went, and of the last η + 1 of the run are left out: engines
+    `updates` are the update lines of metrics.jsonl since the run began, or was resumed, last. The first
+    η + 1 versions after that, or after an engine came or went, and the last η + 1 of the run are left out: engines
     have another amount of work then. Both halves of the rest must say the same, with gains that differ by a factor of
     two at most. Nothing is said of pools that share their GPUs.
     """

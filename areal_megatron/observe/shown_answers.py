@@ -1,6 +1,6 @@
 """Answers to the same few prompts of data.eval at each evaluation of a run, for a reader to see them get better.
 
-Those of the evaluation of version 10 are evaluations/00010.json in the run folder.
+The evaluation of version 10 has its answers in evaluations/00010.json of the run folder.
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ tokens and not with answers of 24."""
 class Prefixes:
     """What n trajectories can share with others.
 
-    Those of one family have a prefix in common. A trajectory that shares nothing is a family of its own, with a prefix
-    of 0 tokens.
+    Trajectories of one family have a prefix in common. A trajectory that shares nothing is a family of its own, with
+    a prefix of 0 tokens.
     """
 
     families: np.ndarray

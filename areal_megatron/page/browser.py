@@ -184,8 +184,8 @@ def _history(t: ShownTrajectory, stop_tokens: Collection[int]) -> bytes:
 
 
 def _starts(prompts: list[np.ndarray], batch: list[ShownTrajectory], tokenizer: Tokenizer) -> list[str]:
-    """Returns the start of each prompt as one line, without the lines that all prompts of the batch begin with: those
-    of a chat template, a system prompt or few-shot examples."""
+    """Returns the start of each prompt as one line, without the lines that all prompts of the batch begin with: a
+    chat template's, a system prompt's or few-shot examples'."""
     if not prompts:
         return []
     one = batch[0].prompt

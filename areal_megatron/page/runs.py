@@ -60,7 +60,7 @@ class WatchedRuns:
 
 
 def holds_runs(run: RunFolder) -> bool:
-    """Whether a folder is that of several runs, and of none itself."""
+    """Whether a folder holds several runs, and is none itself."""
     try:
         return run.folder.is_dir() and not run.config.exists() and any(runs_in(run.folder))
     except OSError:

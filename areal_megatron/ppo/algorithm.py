@@ -52,7 +52,7 @@ def token_weights(mean: str, lengths: Tensor, tokens: float, episodes: float, lo
     """Returns the weight of a token of each sequence in the mean over the mini-batch's tokens, float32 [n].
 
     It does not depend on how an episode is divided into sequences. mean: an `Algorithm.mean`; lengths [n]: the trained
-    tokens of the whole episode of each sequence; tokens, episodes: those of the mini-batch on all replicas, an episode
+    tokens of the whole episode of each sequence; tokens, episodes: the mini-batch's on all replicas, an episode
     with a part of its trained tokens there counting as that part; longest: rollout.max_new_tokens.
     """
     if mean == "tokens":

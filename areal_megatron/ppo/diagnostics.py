@@ -82,7 +82,7 @@ def sums(
 def metrics(totals: Mapping[str, float]) -> dict[str, float]:
     """Returns the metrics of a batch from the totals of `tokens`, `weight`, SUMS, GROUP_SUMS and MAXIMA.
 
-    Those of a group, or of right or wrong answers, are left out if there are no such tokens.
+    Metrics of a group, or of right or wrong answers, are left out if there are no such tokens.
     """
     tokens = max(totals["tokens"], 1)
     found = {name: totals[name] / tokens for name in SUMS[:4]}

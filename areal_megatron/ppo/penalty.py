@@ -110,7 +110,7 @@ def _with_teacher(tokens: PenaltyTokens) -> tuple[Tensor, Tensor]:
 
 
 def _with_rest(logprobs: Tensor) -> Tensor:
-    """Returns the log-probabilities [N, k] and that of all other tokens together, float64 [N, k + 1]."""
+    """Returns the log-probabilities [N, k] and one of all other tokens together, float64 [N, k + 1]."""
     logprobs = logprobs.double()
     rest = (1 - logprobs.exp().sum(1, keepdim=True)).clamp(min=_LEAST_REST)
     return torch.cat([logprobs, rest.log()], 1)

@@ -50,7 +50,7 @@ def run_of(options: argparse.Namespace) -> Path | None:
 
 def find_models(options: argparse.Namespace) -> list[Model]:
     """Returns what is evaluated: the model of the options, and the adapters beside it. Fetches what is on the hub;
-    `model` becomes the folder that the engine loads, of a PEFT folder that of its base. Raises ConfigError."""
+    `model` becomes the folder that the engine loads, for a PEFT folder its base's. Raises ConfigError."""
     options.model = hub.model_folder(options.model, "MODEL")
     folder = Path(options.model)
     if (folder / ADAPTER).is_file() and not (folder / "config.json").exists():

@@ -12,7 +12,7 @@ Encoded changes are a head of fixed length and three parts, which may be compres
 | places | one for each change, and one more for every 255 elements in a row without one | gaps: 255 stands for 255 |
 | | | elements without a change, less is followed by a change. Where that is smaller, a bit for each element |
 | differences | one for each change | from −127 to 127; −128 stands for one that does not fit |
-| wide differences | those of an element for each that does not fit | in the order of their places |
+| wide differences | an element's for each that does not fit | in the order of their places |
 
 The head has checksums of the parts, and of what the changed elements become: whoever applies changes to another base
 than theirs is told before anything has changed.

@@ -60,8 +60,8 @@ class Announced(msgspec.Struct, frozen=True):
     """What a trainer rank sends."""
 
     how: Literal["whole", "changes", "few-changes"]
-    """Whole messages without heads; groups with heads (publish.py); or those of which all is to wait in the engine's
-    room for the commit."""
+    """Whole messages without heads; groups with heads (publish.py); or groups that wait whole in the engine's room for
+    the commit."""
     publication: Publication
 
 

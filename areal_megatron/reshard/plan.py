@@ -146,8 +146,8 @@ class Plan:
         return [of_pair[group] for group in sorted(of_pair, key=turn)]
 
     def order(self, in_groups: bool) -> str:
-        """Returns what is equal on two ranks if and only if they expect the same messages in the same order; in that of
-        `groups` where changes may be sent."""
+        """Returns what is equal on two ranks if and only if they expect the same messages in the same order; where
+        changes may be sent, in the order of `groups`."""
         return f"{self.digest}-in-groups" if in_groups else self.digest
 
     @cached_property

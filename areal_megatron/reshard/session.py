@@ -31,7 +31,7 @@ from areal_megatron.reshard.trainer_layout import MegatronSizes
 
 ROOM = 0.1
 """The share of a shard's elements for which `streamed` staging has room at least, if trainers may send changes. With
-their places in 32 bits, those of 3% of 16-bit elements fit in there."""
+their places in 32 bits, changes of 3% of 16-bit elements fit in there."""
 HISTORY = 1 / 16
 """The bytes of changes of earlier versions that trainers keep of a message for engines which lag, over its own."""
 LISTED = 8

@@ -1,6 +1,6 @@
 """The trainer's layout: which part of a model each rank of megatron-core's GPTModel holds.
 
-Names are those of GPTModel.named_parameters(), and of the routers' biases among its buffers, with decoder layers
+Names are as in GPTModel.named_parameters(), and among its buffers for the routers' biases, with decoder layers
 counted from 0 on each pipeline stage. With virtual stages a rank holds several models; the names of the k-th begin with
 `model<k>.`, as in Megatron's own checkpoints.
 """

@@ -43,7 +43,7 @@ class Asking:
 
 
 _asking: list[Asking] = []
-"""That of this process, if it is a reward worker."""
+"""How this process asks, if it is a reward worker."""
 
 
 def ask(name: str, messages: Chat, *, n: int = 1, most_tokens: int | None = None) -> list[Said]:

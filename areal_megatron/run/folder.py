@@ -338,7 +338,7 @@ class RunFolder:
     def check_lease(self) -> None:
         """Raises Replaced if there is a newer lease than the one to which this object, or its incarnation, is bound.
 
-        Raises Away if the folder, or that of the checkpoints in it, is not the one in which this process began, or if
+        Raises Away if the folder, or the checkpoints' folder in it, is not the one in which this process began, or if
         the records of its lease or incarnation are gone; OSError while the file system does not tell.
         """
         if self._lease is None and self._bound is not None:

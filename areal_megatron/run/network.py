@@ -80,7 +80,7 @@ class Site(NamedTuple):
     host: str
     """By which the run reaches it."""
     port: int
-    """That of its server; rank R takes weights at the R-th port after it. 0: whichever ports are free."""
+    """Where its server listens; rank R takes weights at the R-th port after it. 0: whichever ports are free."""
     listens: str
     """An address of its machine, which may be another one than the run knows."""
 

@@ -99,7 +99,7 @@ class LowRank(torch.nn.Module):
         return self.wide(self.lora_B).float() @ self.lora_A.float() * self.scale
 
     def wide(self, rows: Tensor) -> Tensor:
-        """rows: B, or those of experts [experts, rows of B, rank] → B as the factor of all A together, [rows of the
+        """rows: B, or every expert's B [experts, rows of B, rank] → B as the factor of all A together, [rows of the
         weight, layers · rank], or of each expert: zero where a row meets the A of another layer"""
         if self._layer_of is not None:
             rows = (rows[..., None, :] * self._layer_of).flatten(-2)

@@ -31,7 +31,7 @@ EPSILON = 1e-6
 class Chunks:
     """The runs of a row in n chunks of equal size, each run padded to whole ones.
 
-    Chunks lie level by level. Those of level 0 begin with a state of zeros, each of level n + 1 with the state after a
+    Chunks lie level by level. Chunks of level 0 begin with a state of zeros, each of level n + 1 with the state after a
     chunk of level n.
     """
 

@@ -73,8 +73,8 @@ def token_logprobs(
 
 @torch.no_grad()
 def likeliest(hidden: Tensor, weight: Tensor, rows: Tensor, labels: Tensor, vocabulary: Vocabulary) -> Tensor:
-    """Returns whether no token is likelier than labels[i] after the token at rows[i], bool [N]; the arguments are those
-    of `token_logprobs`."""
+    """Returns whether no token is likelier than labels[i] after the token at rows[i], bool [N]; the arguments are as
+    for `token_logprobs`."""
     shard = _Shard(weight, labels[:, None], vocabulary, tensor_parallel_group())
     hidden = _predicting(hidden, rows, vocabulary)
     target = torch.zeros(len(labels), dtype=torch.float32, device=hidden.device)

@@ -148,8 +148,8 @@ def replicas() -> dist.ProcessGroup:
 
 
 def seed_generators(seed: int) -> None:
-    """Sets this rank's random generators: torch's, and that of the layers under tensor parallelism, from the same seed
-    another one on each tensor-parallel rank."""
+    """Sets this rank's random generators: torch's, and Megatron's for the layers under tensor parallelism, from the
+    same seed another one on each tensor-parallel rank."""
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)
 

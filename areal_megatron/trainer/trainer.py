@@ -162,7 +162,7 @@ class Trainer:
         return chunks
 
     def _begin_adapter(self, of: Mapping[str, Tensor]) -> None:
-        """Gives factors the values of lora.start, or those of an adapter that changes nothing yet."""
+        """Gives factors the values of lora.start, or values that change nothing yet."""
         assert self._adapters is not None  # there are factors
         if self.config.lora.start:
             hf.load_adapter(of, self._adapters, self.config, self.hf_config)

@@ -96,7 +96,7 @@ class NextPrompt:
 
     tokens: list[int]
     continues: bool
-    """Whether the tokens come after those of the answer; else they are the whole next prompt."""
+    """Whether the tokens come after the answer's; else they are the whole next prompt."""
 
 
 @dataclass(frozen=True)

@@ -48,8 +48,8 @@ class EpisodeRunner:
         served: ServedModels | None = None,
         endpoint: AgentEndpoint | None = None,
     ):
-        """`patience`: how many tries may fail before any has had an answer; by default those of a batch. `served`: the
-        models beside the policy; by default none. `endpoint`: that of agents; by default on the loopback."""
+        """`patience`: how many tries may fail before any has had an answer; by default a batch's. `served`: the
+        models beside the policy; by default none. `endpoint`: for agents; by default on the loopback."""
         self._patience = config.batch_size if patience is None else patience
         self._config, self._workflow, self._scorer, self._tokenizer = config, workflow, scorer, tokenizer
         self._endpoint = endpoint or AgentEndpoint(tokenizer)

@@ -62,8 +62,8 @@ class ScoredEpisode:
     def returns(self, discount: float) -> list[list[tuple[int, float]]]:
         """Returns (tokens, return) of each sample's answers; empty lists if all have the return `score.reward`.
 
-        The return of an answer is its own reward and those of later ones, each of them less by the factor `discount`
-        for each answer from this one to that.
+        The return of an answer is its own reward and the rewards of later ones, each of them less by the factor
+        `discount` for each answer from this one to that.
         """
         if not self.score.of_answers:
             return [[] for _ in self.samples]
@@ -88,7 +88,7 @@ class ScoredEpisode:
 
     @property
     def length(self) -> int:
-        """The tokens after the prompts, those of the environment included."""
+        """The tokens after the prompts, the environment's included."""
         return sum(sample.length for sample in self.samples)
 
     @property
@@ -194,8 +194,8 @@ def scores_of(result: object, answers: int) -> tuple[float, ...]:
 
 
 def of_answers(scores: Sequence[float], answers: int, scale: float, reward: float) -> tuple[float, ...]:
-    """Returns the rewards of an episode's answers: each score times `scale`, and in the last one what `reward`, that of
-    the episode, has beside them. A single score is that of the last answer."""
+    """Returns the rewards of an episode's answers: each score times `scale`, and in the last one what `reward`, the
+    episode's, has beside them. A single score belongs to the last answer."""
     each = [0.0] * (answers - len(scores)) + [score * scale for score in scores]
     return (*each[:-1], each[-1] + reward - sum(each))
 

@@ -23,7 +23,7 @@ class Segment:
     versions: np.ndarray
     sampled: bool
     routes: np.ndarray = field(default_factory=lambda: NO_ROUTES)
-    """Those of all tokens that had none before, up to the last but one of this segment."""
+    """Routes of all tokens that had none before, up to the last but one of this segment."""
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,7 @@ class EpisodeWorkers:
         self._output, self._run = output, str(run)
         self._workers: list[_Worker] = []
         self._apart: set[_Worker] = set()
-        """Those of a single episode."""
+        """Workers of a single episode each."""
         self._free_apart = asyncio.Semaphore(self._count)
         self._some = asyncio.Event()
         """Set while there is a worker."""

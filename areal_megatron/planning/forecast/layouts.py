@@ -102,7 +102,7 @@ class EngineOption:
     kv_tokens: int
     """Tokens that the KV cache holds beside the states of one answer."""
     state_tokens: float
-    """Those of them that the states of one more answer take."""
+    """Tokens of the cache whose room the states of one more answer take."""
     shard: int
     """Bytes of the fullest rank's weights."""
 

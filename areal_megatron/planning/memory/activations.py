@@ -61,7 +61,7 @@ class Layer:
 
     @property
     def passing(self) -> float:
-        """The most gradients that are alive at once in the layer's backward pass: those of the inner activations of its
+        """The most gradients that are alive at once in the layer's backward pass: for the inner activations of its
         widest module; with sequence parallelism also the module's input and its gradient, gathered over tp. Keys and
         values of all context-parallel ranks are gathered again: as they come, in the order of the queries, and the
         gradients of both, of which the latter are there twice while they are put in place and joined."""

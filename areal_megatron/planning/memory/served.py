@@ -15,8 +15,8 @@ from areal_megatron.planning.memory.parts import GIB, RankMemory
 
 
 def served_memory(config: Config, gpu_gib: float) -> dict[str, RankMemory]:
-    """Returns the memory of a rank of each served model's engines, by name; `gpu_gib`: that of a GPU in GiB, 0 if it is
-    unknown and nothing is checked.
+    """Returns the memory of a rank of each served model's engines, by name. `gpu_gib`: a GPU's memory in GiB; 0 if it
+    is unknown, and nothing is checked.
 
     Raises ConfigError where the KV cache on a GPU would not hold the longest question with its answer. What is
     quantized is counted as it would be without, and not refused.

@@ -169,7 +169,7 @@ class Carrier(ABC):
         return self.group.send([flat], peer, tag)
 
     def receive(self, flat: Tensor, peer: int, tag: int) -> Any:
-        """Receives into a flat tensor, by the end of `wait`; on a device, by that of its stream."""
+        """Receives into a flat tensor, by the end of `wait`; on a device, once its stream is done."""
         return self.group.recv([flat], peer, tag)
 
     def wait(self, work: Any, deadline: Deadline) -> None:

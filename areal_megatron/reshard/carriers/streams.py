@@ -224,7 +224,7 @@ class Listener:
         threading.Thread(target=self._accept, name="accept-streams", daemon=True).start()
 
     def begin(self, link: str) -> None:
-        """Begins with the streams of `link`; those of all others end."""
+        """Begins with the streams of `link`; all others end."""
         with self._changed:
             self._link = link
             others = [key for key in self._arrived if key[0] != link]

