@@ -39,8 +39,9 @@ from areal_megatron.observe.status import EngineState
 from areal_megatron.planning.pools import Process, Slot
 from areal_megatron.process.shown import guard
 from areal_megatron.run.arguments import Parser, count
-from areal_megatron.run.folder import RunError, RunFolder, engine_index, engine_name
+from areal_megatron.run.folder import RunError, RunFolder
 from areal_megatron.run.network import Site, join_address, split_address
+from areal_megatron.run.process_names import engine_index, engine_name
 
 _POLL_S = 0.5
 _LOOK_S = 5.0

@@ -83,7 +83,8 @@ from areal_megatron.reward.trial import try_rewards
 from areal_megatron.reward.workers import default_count
 from areal_megatron.run import descriptors
 from areal_megatron.run.arguments import Parser
-from areal_megatron.run.folder import RunError, RunFolder, engine_name, served_name
+from areal_megatron.run.folder import RunError, RunFolder
+from areal_megatron.run.process_names import engine_name, served_name
 from areal_megatron.workflows.episode import EpisodeSpec
 from areal_megatron.workflows.sampling import Decoding, Sampling, sampling_seed
 from areal_megatron.workflows.trial import try_workflows

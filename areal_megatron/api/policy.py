@@ -54,7 +54,8 @@ from areal_megatron.protocol import (
     Ticket,
     TurnTo,
 )
-from areal_megatron.run.folder import CONTROLLER, RunError, RunFolder
+from areal_megatron.run.folder import RunError, RunFolder
+from areal_megatron.run.process_names import CONTROLLER
 
 LOSSES = (*PUBLISHED, "sft")
 """What `loss` may be: the loss of an algorithm (docs/algorithms.md), or the negative log-probability."""

@@ -95,8 +95,9 @@ from areal_megatron.protocol import (
 )
 from areal_megatron.reward.answers import problem_with_answers
 from areal_megatron.run import descriptors
-from areal_megatron.run.folder import CONTROLLER, RunError, RunFolder, from_command_line
+from areal_megatron.run.folder import RunError, RunFolder, from_command_line
 from areal_megatron.run.network import address
+from areal_megatron.run.process_names import CONTROLLER
 from areal_megatron.workflows.sampling import Decoding
 
 log = logging.getLogger(__name__)

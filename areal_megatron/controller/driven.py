@@ -68,8 +68,9 @@ from areal_megatron.protocol import (
     TurnTo,
     encode_loss,
 )
-from areal_megatron.run.folder import CONTROLLER, RunFolder
+from areal_megatron.run.folder import RunFolder
 from areal_megatron.run.network import address
+from areal_megatron.run.process_names import CONTROLLER
 from areal_megatron.workflows.sampling import Decoding, GenerationRequest, Sampling, cache_salt, generate
 
 _STATUS_S = 0.5

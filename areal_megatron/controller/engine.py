@@ -14,7 +14,8 @@ from areal_megatron.engine.client import EngineClient, EngineError, Load
 from areal_megatron.observe.status import EngineState, EngineStatus
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.process.lateness import now
-from areal_megatron.run.folder import RunFolder, engine_name
+from areal_megatron.run.folder import RunFolder
+from areal_megatron.run.process_names import engine_name
 
 log = logging.getLogger(__name__)
 _POLL_S = 2.0

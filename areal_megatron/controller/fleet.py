@@ -18,7 +18,8 @@ from areal_megatron.observe.status import EngineState
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.process.lateness import now, within
 from areal_megatron.protocol import Delivered, Links, NotYet, Publish, Sending
-from areal_megatron.run.folder import RunError, RunFolder, engine_index, engine_name
+from areal_megatron.run.folder import RunError, RunFolder
+from areal_megatron.run.process_names import engine_index, engine_name
 
 log = logging.getLogger(__name__)
 _POLL_S = 0.5

@@ -39,8 +39,9 @@ from areal_megatron.protocol import (
     Request,
     Trained,
 )
-from areal_megatron.run.folder import CONTROLLER, RunError, RunFolder
+from areal_megatron.run.folder import RunError, RunFolder
 from areal_megatron.run.network import address
+from areal_megatron.run.process_names import CONTROLLER
 
 _STATUS_S = 0.5
 

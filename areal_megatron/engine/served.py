@@ -34,8 +34,9 @@ from areal_megatron.engine.server import (
 from areal_megatron.models.architecture import architecture, read_config
 from areal_megatron.process.shown import guard
 from areal_megatron.run import gpu_settings
-from areal_megatron.run.folder import from_command_line, one_line, served_name
+from areal_megatron.run.folder import from_command_line, one_line
 from areal_megatron.run.network import address, socket_settings
+from areal_megatron.run.process_names import served_name
 from areal_megatron.run.versions import require
 
 _MORE_TOKENS = 1024

@@ -44,7 +44,7 @@ from areal_megatron.models.adapter import VARIABLE, served
 from areal_megatron.models.architecture import architecture, for_engines, read_config
 from areal_megatron.process.shown import guard
 from areal_megatron.run import gpu_settings
-from areal_megatron.run.folder import RunFolder, engine_name, from_command_line, one_line
+from areal_megatron.run.folder import RunFolder, from_command_line, one_line
 from areal_megatron.run.network import (
     CREDENTIALS_FILE,
     KEEP_ALIVE_S,
@@ -53,6 +53,7 @@ from areal_megatron.run.network import (
     join_address,
     socket_settings,
 )
+from areal_megatron.run.process_names import engine_name
 from areal_megatron.run.versions import require
 
 SERVED_MODEL = "policy"

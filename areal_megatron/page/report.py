@@ -20,7 +20,8 @@ from areal_megatron.page.watched import Watched, as_json
 from areal_megatron.process.files import write_atomically
 from areal_megatron.process.shown import guard
 from areal_megatron.run.arguments import Parser
-from areal_megatron.run.folder import RunFolder, is_trainer
+from areal_megatron.run.folder import RunFolder
+from areal_megatron.run.process_names import is_trainer
 
 
 def write_report(run: RunFolder, out: Path) -> None:

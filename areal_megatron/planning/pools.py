@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from areal_megatron.config import SERVED, Config, ConfigError
-from areal_megatron.run.folder import engine_name, served_name, trainer_name
+from areal_megatron.run.process_names import engine_name, served_name, trainer_name
 
 _NODE_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?")
 _LISTED = 16

@@ -22,7 +22,8 @@ from areal_megatron.protocol import (
     Sending,
 )
 from areal_megatron.reshard.session import LinkRef
-from areal_megatron.run.folder import CONTROLLER, RunFolder, trainer_name
+from areal_megatron.run.folder import RunFolder
+from areal_megatron.run.process_names import CONTROLLER, trainer_name
 
 _encode = encoder().encode
 _decode_links = decoder(list[LinkRef]).decode

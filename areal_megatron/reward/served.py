@@ -20,7 +20,8 @@ from areal_megatron.data.formats import Chat
 from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.reward import remote
 from areal_megatron.reward.no_score import ServiceAway
-from areal_megatron.run.folder import RunError, RunFolder, served_name
+from areal_megatron.run.folder import RunError, RunFolder
+from areal_megatron.run.process_names import served_name
 
 Answered = TypeVar("Answered")
 _REPLY_BYTES = 64 << 20

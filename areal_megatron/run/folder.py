@@ -7,8 +7,7 @@ runs/NAME/ (0700) config.yaml · secret, *.key, site.pem, agents.pem (0600) · e
            report.html · trackers/ · trajectories/ (data/dumps.py) · checkpoints/ (checkpoint/folder.py)
            exports/version-000012/ · evaluations/00012.json · faults.json · stop
 ```
-Processes are named `controller`, `engine-E`, `trainer-RANK`, and `judge-E` and the like as models are served beside the
-policy: CONTROLLER, `engine_name`, `trainer_name`, `served_name`.
+PROCESS is a name as in process_names.py.
 """
 
 from __future__ import annotations
@@ -33,18 +32,15 @@ from typing import NamedTuple
 
 import msgspec
 
-from areal_megatron.config import SERVED, ConfigError
+from areal_megatron.config import ConfigError
 from areal_megatron.process import lifeline
 from areal_megatron.process.files import numbered, numbers, write_atomically, write_once
 from areal_megatron.run import descriptors, private
 from areal_megatron.run.credentials import Credentials, new_credentials
 from areal_megatron.run.json_input import Number, read_record
 from areal_megatron.run.private import Rights
+from areal_megatron.run.process_names import engine_index, is_whole_engine, trainer_name
 
-CONTROLLER = "controller"
-_ENGINE = "engine-"
-_WHOLE_ENGINE = re.compile(rf"{_ENGINE}(0|[1-9]\d{{0,8}})")
-_TRAINER = "trainer-"
 _SECRET = "secret"
 _KEYS = ("controller.key", "trainers.key")
 _CREDENTIALS, _OF_AGENTS = "site.pem", "agents.pem"
@@ -534,7 +530,7 @@ class RunFolder:
     def announced_engines(self) -> list[str]:
         """Names of the engines that have announced themselves. Other files there are ignored."""
         names = (path.name for path in (self.folder / "endpoints").iterdir())
-        return sorted((name for name in names if _WHOLE_ENGINE.fullmatch(name)), key=engine_index)
+        return sorted((name for name in names if is_whole_engine(name)), key=engine_index)
 
     def is_to_stop(self) -> bool:
         """Whether the file `stop` exists; False while the disk cannot tell."""
@@ -616,37 +612,6 @@ def this_process() -> str:
     """Returns how people find this process: its node, its id and its Slurm job."""
     job = os.environ.get("SLURM_JOB_ID")
     return f"process {os.getpid()} on {socket.gethostname()}" + (f" (Slurm job {job})" if job else "")
-
-
-def engine_name(index: int) -> str:
-    return f"{_ENGINE}{index}"
-
-
-def engine_index(name: str) -> int:
-    return int(name.removeprefix(_ENGINE))
-
-
-def is_engine(name: str) -> bool:
-    """Whether a process of this name is an engine, or the part of one on another node (`engine-E.1`)."""
-    return name.startswith(_ENGINE)
-
-
-def served_name(model: str, index: int) -> str:
-    """The name of an engine of a model that is served beside the policy."""
-    return f"{model}-{index}"
-
-
-def is_server(name: str) -> bool:
-    """Whether a process of this name serves until the run is over: an engine, of the policy or of another model."""
-    return name.startswith((_ENGINE, *(f"{model}-" for model in SERVED)))
-
-
-def trainer_name(rank: int) -> str:
-    return f"{_TRAINER}{rank}"
-
-
-def is_trainer(name: str) -> bool:
-    return name.startswith(_TRAINER)
 
 
 def from_command_line(program: str) -> tuple[RunFolder, int]:

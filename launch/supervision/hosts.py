@@ -23,7 +23,7 @@ from areal_megatron.launch.supervision.orders import (
 from areal_megatron.launch.supervision.processes import Child, Children, Log
 from areal_megatron.planning.pools import Process, whole
 from areal_megatron.process.silence import AwakeClock
-from areal_megatron.run.folder import is_engine
+from areal_megatron.run.process_names import is_engine
 
 _POLL_S = 0.05
 _END_S = 60.0

@@ -24,8 +24,9 @@ from areal_megatron.models.architecture import architecture, read_config
 from areal_megatron.planning.memory.parts import GpuShares
 from areal_megatron.planning.pools import Process
 from areal_megatron.run import gpu_settings
-from areal_megatron.run.folder import RunFolder, is_server
+from areal_megatron.run.folder import RunFolder
 from areal_megatron.run.network import Site
+from areal_megatron.run.process_names import is_server
 
 MODULES = {
     "controller": "areal_megatron.controller.controller",

@@ -30,7 +30,8 @@ from areal_megatron.observe.metrics import STEPS, read_metrics, read_status
 from areal_megatron.observe.status import Status
 from areal_megatron.planning.pools import Process, whole
 from areal_megatron.process.silence import AwakeClock, Repeater
-from areal_megatron.run.folder import Away, Replaced, is_engine, is_server
+from areal_megatron.run.folder import Away, Replaced
+from areal_megatron.run.process_names import is_engine, is_server
 
 _POLL_S = 0.1
 _RECORD_S = 0.5

@@ -34,7 +34,8 @@ from areal_megatron.launch.supervision.start import POOLS
 from areal_megatron.observe.metrics import read_metrics
 from areal_megatron.process.shown import speak_utf8
 from areal_megatron.programs.audit import audit
-from areal_megatron.run.folder import CONTROLLER, RunError, RunFolder, is_engine
+from areal_megatron.run.folder import RunError, RunFolder
+from areal_megatron.run.process_names import CONTROLLER, is_engine
 from tests.support import chaos_world
 from tests.support.chaos_world import INTERFACE, World
 

@@ -49,7 +49,8 @@ from areal_megatron.model_check import check_model
 from areal_megatron.packing.partition import split
 from areal_megatron.planning.pools import Process, Slot
 from areal_megatron.process.files import new_folder
-from areal_megatron.run.folder import RunError, RunFolder, engine_name
+from areal_megatron.run.folder import RunError, RunFolder
+from areal_megatron.run.process_names import engine_name
 from areal_megatron.workflows import single_turn
 from areal_megatron.workflows.sampling import Sampling, sampling_seed
 from tools.bench import common
