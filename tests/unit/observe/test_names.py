@@ -14,7 +14,7 @@ from areal_megatron.observe.figures import sections
 from tests.conftest import ROOT
 
 READERS = [ROOT / name for name in ("areal_megatron/observe/console.py", "areal_megatron/observe/advice.py")]
-READERS += [ROOT / "launch" / name for name in ("status.py", "page/watched.py")]
+READERS += [ROOT / "areal_megatron" / name for name in ("programs/status.py", "page/watched.py")]
 LOOK_UP = {"get", "values", "recent", "itemgetter", "_trend"}
 """Functions of the readers that are given the name of a metric."""
 OTHERS = {"kind", "time", "version", "version_mean", "version_max", "files", "items", "n"}

@@ -884,7 +884,7 @@ def test_advice_for_trainers_with_megatron_cores_recomputation_keeps_it():
     modules = {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
     trainer = {"recompute": "none", "tp": 4, "dp": 16, "megatron": modules, "microbatch_tokens": 1}
     with pytest.raises(ConfigError, match="a GPU has 80") as refused:
-        plan_memory(config(trainer, {"tp": 8, "max_new_tokens": 12288}), DENSE, 80)
+        plan_memory(config(trainer, {"tp": 8, "max_new_tokens": 12800}), DENSE, 80)
     _, found, advice = str(refused.value).partition("with trainer.")
     assert found and "recompute=" not in advice
 
