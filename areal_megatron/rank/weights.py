@@ -13,8 +13,9 @@ from areal_megatron.checkpoint import hf
 from areal_megatron.config import Config
 from areal_megatron.protocol import ControllerError, Delivered
 from areal_megatron.rank.controller_port import ControllerPort
+from areal_megatron.reshard.outlet import Received, TrainerRank
 from areal_megatron.reshard.plan import Planner
-from areal_megatron.reshard.publish import Publisher, Received, TrainerRank
+from areal_megatron.reshard.publish import Publisher
 from areal_megatron.run.folder import RunFolder
 from areal_megatron.trainer.parallel import STORE
 from areal_megatron.trainer.trainer import Trainer

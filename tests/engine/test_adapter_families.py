@@ -24,8 +24,9 @@ from areal_megatron.engine.client import EngineClient
 from areal_megatron.models.adapter import served
 from areal_megatron.models.architecture import read_config
 from areal_megatron.observe.timeline import Timeline
+from areal_megatron.reshard.outlet import TrainerRank
 from areal_megatron.reshard.plan import Planner
-from areal_megatron.reshard.publish import Publisher, TrainerRank
+from areal_megatron.reshard.publish import Publisher
 from areal_megatron.reshard.session import LinkRef, init_body
 from areal_megatron.reshard.trainer_layout import MegatronSizes, layout
 from areal_megatron.run.folder import RunFolder

@@ -22,8 +22,9 @@ from areal_megatron.launch.supervision.processes import end_sessions
 from areal_megatron.launch.supervision.shared_memory import SharedMemory
 from areal_megatron.models.architecture import read_config
 from areal_megatron.observe.timeline import Timeline
+from areal_megatron.reshard.outlet import TrainerRank
 from areal_megatron.reshard.plan import Planner
-from areal_megatron.reshard.publish import Publisher, TrainerRank
+from areal_megatron.reshard.publish import Publisher
 from areal_megatron.reshard.session import LinkRef, init_body
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 from areal_megatron.run.folder import RunFolder

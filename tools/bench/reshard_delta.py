@@ -163,8 +163,9 @@ def trainer_role(setup: Mapping[str, Any]) -> None:
     from areal_megatron.observe.timeline import Timeline
     from areal_megatron.reshard.changes import bits
     from areal_megatron.reshard.engine_layout import EngineSizes
+    from areal_megatron.reshard.outlet import TrainerRank
     from areal_megatron.reshard.plan import Planner
-    from areal_megatron.reshard.publish import Publisher, TrainerRank
+    from areal_megatron.reshard.publish import Publisher
     from areal_megatron.reshard.session import LinkRef
     from areal_megatron.reshard.trainer_layout import MegatronSizes, layouts
 

@@ -24,8 +24,8 @@ from areal_megatron.observe.timeline import Timeline
 from areal_megatron.reshard.boxes import Layout
 from areal_megatron.reshard.copies import bind, pack, unpack
 from areal_megatron.reshard.engine_layout import EngineSizes
+from areal_megatron.reshard.outlet import Outlet, TrainerRank
 from areal_megatron.reshard.plan import Planner, largest_bucket
-from areal_megatron.reshard.publish import Outlet, TrainerRank
 from areal_megatron.reshard.session import LinkRef
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 from tools.bench.common import line, spreads

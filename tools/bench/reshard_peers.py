@@ -40,11 +40,12 @@ from areal_megatron.models.adapter import served
 from areal_megatron.models.architecture import read_config
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.process.streams import take_stdout
-from areal_megatron.reshard import publish, trainer_layout
+from areal_megatron.reshard import outlet, trainer_layout
 from areal_megatron.reshard.carriers.base import Deadline, LinkEnd, Members, connect
+from areal_megatron.reshard.outlet import Received
 from areal_megatron.reshard.plan import Bucket, Planner
 from areal_megatron.reshard.policy_slot import POLICY
-from areal_megatron.reshard.publish import Publisher, Received
+from areal_megatron.reshard.publish import Publisher
 from areal_megatron.reshard.session import LinkInfo, LinkRef
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 from areal_megatron.reshard.transport import Link, Message
@@ -211,7 +212,7 @@ class TrainerRank:
             hf.load(self._parameters, trainer_layout.layout(hf_config, sizes, rank), config.model.path)
         self._publishers = {
             link: Publisher(
-                publish.TrainerRank(
+                outlet.TrainerRank(
                     parameters=lambda: self._parameters,
                     planner=Planner.of(config, hf_config, sizes),
                     rank=rank,

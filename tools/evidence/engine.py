@@ -23,8 +23,9 @@ from areal_megatron.launch.supervision.processes import Children
 from areal_megatron.models.architecture import read_config
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.reshard.engine_layout import EngineSizes
+from areal_megatron.reshard.outlet import Received, TrainerRank
 from areal_megatron.reshard.plan import Planner
-from areal_megatron.reshard.publish import Publisher, Received, TrainerRank
+from areal_megatron.reshard.publish import Publisher
 from areal_megatron.reshard.session import LinkRef, init_body
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 from tests.support.link_store import open_store

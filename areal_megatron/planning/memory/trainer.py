@@ -231,7 +231,7 @@ def _logprobs(
 def _sending(
     config: Config, hf_config: Mapping[str, Any], own: Held, sizes: MegatronSizes, stage: int, on_cuda: bool
 ) -> Iterator[MemoryPart]:
-    """reshard/publish.py: two buffers that each link uses in turn and keeps from update to update, and NCCL's buffers,
+    """reshard/outlet.py: two buffers that each link uses in turn and keeps from update to update, and NCCL's buffers,
     for the rank of the stage that has most of both."""
     traffic = weight_traffic(config, hf_config)
     if traffic is None:

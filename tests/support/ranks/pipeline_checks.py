@@ -23,8 +23,9 @@ from areal_megatron.config import CriticConfig, PenaltyConfig, PPOConfig, Reshar
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.packing.partition import split
 from areal_megatron.reshard.engine_layout import EngineSizes
+from areal_megatron.reshard.outlet import OnDelivered, TrainerRank
 from areal_megatron.reshard.plan import Planner
-from areal_megatron.reshard.publish import OnDelivered, Publisher, TrainerRank
+from areal_megatron.reshard.publish import Publisher
 from areal_megatron.reshard.session import LinkRef
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 from areal_megatron.run.folder import RunFolder

@@ -13,8 +13,9 @@ from areal_megatron.observe.timeline import Timeline
 from areal_megatron.reshard import carriers, engine_layout, trainer_layout
 from areal_megatron.reshard.boxes import LayoutError
 from areal_megatron.reshard.engine_layout import EngineSizes
+from areal_megatron.reshard.outlet import TrainerRank
 from areal_megatron.reshard.plan import Planner
-from areal_megatron.reshard.publish import Publisher, TrainerRank
+from areal_megatron.reshard.publish import Publisher
 from areal_megatron.reshard.reception import Inlet, Reception
 from areal_megatron.reshard.session import LinkInfo, LinkRef
 from areal_megatron.reshard.staging import Full, Shard
