@@ -135,6 +135,8 @@ def test_every_default_is_allowed_and_every_key_is_explained_or_plain():
         (MINIMAL + "eval_every: 10\n", [], ["c.yaml:10", "did you mean 'eval.every'"]),
         (MINIMAL, ["checkpoint.hf_deltas=7"], ["unknown key", "did you mean 'checkpoint.hf_every'"]),
         (MINIMAL, ["rollout.most_engines=3"], ["unknown key", "did you mean 'rollout.engines'"]),
+        (MINIMAL, ["rollout.exact_staleness=4"], ["unknown key", "did you mean 'rollout.max_staleness'"]),
+        (MINIMAL, ["ppo.correction.floor=0.1"], ["unknown key 'ppo.correction.floor'"]),
         (MINIMAL, ["eval.top_p=0"], ["eval.top_p", "above 0 and at most 1"]),
         (MINIMAL, ["eval.temperature=0", "eval.n=4"], ["eval.temperature", "same answer eval.n=4 times"]),
         (MINIMAL, ["batch_size=30"], ["batch_size", "30", "rollout.group_size=8"]),
