@@ -158,7 +158,7 @@ class Layer:
             return dense * e * d.ffn
         kept = {"none": 6, "elementwise": 2, "mlp": 2 if self.sizes.grouped_experts else 0}[recompute]
         inner = kept * e * d.expert_ffn / self.sizes.expert_tp
-        routed = self.sizes.tp * self._expert_tokens * (e * d.hidden + 4 + inner) + 5 * d.experts + 20 * self.chosen
+        routed = self.sizes.tp * self._expert_tokens * (e * d.hidden + 4 + inner) + 28 * self.chosen
         if self.model.has(ROUTER_BIAS):
             routed += 5 * d.experts + 4  # scores before they are normalised, their sum, and the groups chosen from
         if self.model.has(SHARED_EXPERT_GATE):
