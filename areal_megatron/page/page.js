@@ -546,8 +546,8 @@ by("more").addEventListener("click", () => opened.next !== null && showTrajector
 function failed(error) {
   if (error.status === 401) {
     set("state", "closed");
-    complain("This page needs its token: open the whole address that launch.status printed, with what follows the #.");
-  } else complain(error.status ? error.message : "The server of this page does not answer. Is launch.status --web still running?");
+    complain("This page needs its token: open the whole address that areal status printed, with what follows the #.");
+  } else complain(error.status ? error.message : "The server of this page does not answer. Is areal status --web still running?");
 }
 
 let revision = -1, answers = -1, timer = null;

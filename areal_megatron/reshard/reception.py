@@ -135,7 +135,9 @@ class Reception:
         self._writing = threading.Lock()
         self._may_write = False
         """Whether this update has begun to write into staging; kept under `_writing`."""
-        self._thread = threading.Thread(target=self._run, args=(after,), name=f"receive-{self._number}", daemon=True)
+        self._before = after
+        """The update before, until it writes nothing any more."""
+        self._thread = threading.Thread(target=self._run, name=f"receive-{self._number}", daemon=True)
         self._thread.start()
 
     def abandon(self) -> None:
@@ -176,17 +178,19 @@ class Reception:
         writes may never end: NCCL connects to a node that is gone until TCP gives up."""
         with self._writing:
             self.abandoned = True
-            if not self._may_write:
-                return True
+            may_write, before = self._may_write, self._before
+        if not may_write:  # it may wait itself for one that does
+            return before is None or before._leaves_staging(deadline)
         self._thread.join(deadline.left.total_seconds())
         return not self._thread.is_alive()
 
-    def _run(self, before: Reception | None) -> None:
+    def _run(self) -> None:
         inlet = self._inlet
         try:
             link = inlet.joined(self._deadline)
-            if before is not None and not before._leaves_staging(self._deadline):
+            if self._before is not None and not self._before._leaves_staging(self._deadline):
                 raise LinkError(f"{inlet.name}: an abandoned update still holds staging")
+            self._before = None
             self._receive(link)
             self._error = ""
             elements = sum(arrival.bucket.elements for arrival in inlet.arrivals)

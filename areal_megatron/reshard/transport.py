@@ -224,7 +224,7 @@ class Link:
         return self._receive(flat, peer, self._next_tag(peer), f"what is new of trainer rank {trainer_rank}", deadline)
 
     def _receive(self, flat: Tensor, peer: int, tag: int, what: str, deadline: Deadline) -> Message:
-        return self._post(peer, f"receive {what}", lambda: self.carrier.receive(flat, peer, tag), deadline)
+        return self._post(peer, f"receive {what}", lambda: self.carrier.receive(flat, peer, tag, deadline), deadline)
 
     def _next_tag(self, peer: int) -> int:
         """Returns the tag of the next message that the plan does not know of; both ends count them."""

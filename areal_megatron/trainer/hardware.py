@@ -126,13 +126,13 @@ def check_dispatch(setting: str, absent: dict[str, str]) -> None:
         )
 
 
-def describe(absent: dict[str, str], experts: bool, grouped: bool, linear: bool = False) -> str:
+def describe(absent: dict[str, str], experts: bool, grouped: bool, linear: bool = False, latent: bool = False) -> str:
     """Returns one line: the kernels used besides attention's, and the unused ones, with the reason.
 
     `grouped` says whether experts are TransformerEngine's, which multiplies them together itself; `linear` whether the
-    model has gated delta nets.
+    model has gated delta nets, `latent` whether its attention is latent.
     """
-    shown = ["swiglu", "gradients", "rotary", *(["permutation"] if experts else [])]
+    shown = ["swiglu", "gradients", *([] if latent else ["rotary"]), *(["permutation"] if experts else [])]
     shown += ["experts"] if experts and not grouped else []
     shown += ["delta_rule"] if linear else []
     on = [KERNELS[name].does for name in shown if not absent[name]]

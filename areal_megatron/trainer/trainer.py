@@ -179,7 +179,7 @@ class Trainer:
             config.trainer.attention, self.device, getattr(torch, config.model.dtype), shape, absent
         )
         if self.parallel.is_first and self.device.type == "cuda":
-            others = hardware.describe(absent, experts, self.sizes.grouped_experts, bool(d.linear))
+            others = hardware.describe(absent, experts, self.sizes.grouped_experts, bool(d.linear), bool(d.latent))
             print(f"kernels: {attention}; {others}", flush=True)
 
     def _steps(self) -> int:

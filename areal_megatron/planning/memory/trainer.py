@@ -243,7 +243,7 @@ def _sending(
     if not on_cuda:
         kept = _published(config, own, traffic.sent[stage * ranks : (stage + 1) * ranks], on_cuda)
         yield MemoryPart("last publication", kept, f"reshard.update={config.reshard.update}")
-    elif _looks(config, on_cuda):
+    elif config.may_send_changes():
         size = looking_bytes(min(largest_bucket(on_cuda), own.all), ITEMSIZE[config.model.dtype])
         yield MemoryPart("looking for changes", size, "one message at a time")
     if on_cuda and config.link == "device":
@@ -273,19 +273,12 @@ def published_memory(config: Config, hf_config: Mapping[str, Any], on_cuda: bool
 def _published(config: Config, own: Held, sent: Sequence[int], on_cuda: bool) -> int:
     """reshard/published.py: what is sent to several engines is kept once, and beside it some changes for engines that
     lag. All blocks of pinned memory but the last are full but for less than the largest message."""
-    if not _looks(config, on_cuda):
+    if not config.may_send_changes():
         return 0
     element = ITEMSIZE[config.model.dtype]
     kept = element * min(own.all, max(sent))
     blocks = -(-kept // (HOST_BLOCK - element * largest_bucket(on_cuda))) * HOST_BLOCK
     return int((blocks if on_cuda else kept) + HISTORY * kept)
-
-
-def _looks(config: Config, on_cuda: bool) -> bool:
-    """Whether trainers look for changes in what engines at their own site get: not over NCCL, unless they are told to
-    (reshard/carriers/nccl.py)."""
-    update = config.reshard.update
-    return update == "delta" or (update == "auto" and not (on_cuda and config.link == "device"))
 
 
 def _communication(config: Config, hf_config: Mapping[str, Any], sizes: MegatronSizes) -> int:

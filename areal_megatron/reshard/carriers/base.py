@@ -168,8 +168,9 @@ class Carrier(ABC):
         do so once the peer receives, by the deadline."""
         return self.group.send([flat], peer, tag)
 
-    def receive(self, flat: Tensor, peer: int, tag: int) -> Any:
-        """Receives into a flat tensor, by the end of `wait`; on a device, once its stream is done."""
+    def receive(self, flat: Tensor, peer: int, tag: int, deadline: Deadline) -> Any:
+        """Receives into a flat tensor, by the end of `wait`; on a device, once its stream is done. Some carriers return
+        once the peer sends, by the deadline."""
         return self.group.recv([flat], peer, tag)
 
     def wait(self, work: Any, deadline: Deadline) -> None:

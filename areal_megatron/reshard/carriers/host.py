@@ -40,10 +40,10 @@ class ThroughHost(Carrier):
         settle(self.end.device)
         return _Copied(super().send(wire, peer, tag, deadline))
 
-    def receive(self, flat: Tensor, peer: int, tag: int) -> _Copied:
+    def receive(self, flat: Tensor, peer: int, tag: int, deadline: Deadline) -> _Copied:
         settle(self.end.device)  # what this buffer held may still be on its way to its place
         wire = self._wire(peer, flat)
-        return _Copied(super().receive(wire, peer, tag), lambda: flat.copy_(wire, non_blocking=True))
+        return _Copied(super().receive(wire, peer, tag, deadline), lambda: flat.copy_(wire, non_blocking=True))
 
     def wait(self, work: _Copied, deadline: Deadline) -> None:
         super().wait(work.work, deadline)

@@ -7,7 +7,8 @@ before it gets to the message for which everybody waits. So
 - a rank has one message of a link on its way at most, and posts the next when it has seen that one arrive;
 - the engine rank posts its receive once the trainer rank has turned to this message, and the trainer rank posts the
   message after that; both say so over TCP (tcp.py). Until then it takes nothing of either GPU;
-- of all its links together a rank sends eight messages at once: each takes up to four blocks of the GPU from training.
+- of all its links together a rank sends eight messages at once, since each takes up to four blocks of the GPU from
+  training. The receives of others that it has turned to wait on their engines' GPUs.
 
 NCCL connects two members inside their first call for each other, which returns once both have made it. So a pair first
 exchanges one element, after the same words. NCCL takes so little off the trainer's GPU before it is received.
@@ -114,11 +115,14 @@ class Nccl(Carrier):
             raise
 
     def _turn_to(self, peer: int, tag: int, deadline: Deadline) -> None:
-        self._words.send(_READY, peer, tag, deadline)
+        self._say(peer, tag, deadline)
         self._hear(peer, tag, deadline)
 
+    def _say(self, peer: int, tag: int, deadline: Deadline) -> None:
+        self._words.wait(self._words.send(_READY, peer, tag, deadline), deadline)
+
     def _hear(self, peer: int, tag: int, deadline: Deadline) -> None:
-        self._words.wait(self._words.receive(_READY, peer, tag), deadline)
+        self._words.wait(self._words.receive(_READY, peer, tag, deadline), deadline)
 
     def _enter(self, deadline: Deadline) -> None:
         while not _sends.acquire(timeout=_ENTER_S):
@@ -130,16 +134,15 @@ class Nccl(Carrier):
             self._entered.pop()
             _sends.release()
 
-    def receive(self, flat: Tensor, peer: int, tag: int) -> dist.Work:
-        deadline = Deadline(self.end.timeout_s)
+    def receive(self, flat: Tensor, peer: int, tag: int, deadline: Deadline) -> dist.Work:
         self._hear(peer, tag, deadline)
         if peer not in self._connected:
-            self._words.send(_READY, peer, tag, deadline)  # before the call, which waits for the sender's
+            self._say(peer, tag, deadline)  # before the call, which waits for the sender's
             self.wait(self._live().recv([self._one()], peer, tag), deadline)
             self._connected.add(peer)
             self._hear(peer, tag, deadline)
         work = self._live().recv([flat], peer, tag)
-        self._words.send(_READY, peer, tag, deadline)
+        self._say(peer, tag, deadline)
         return work
 
     def _one(self) -> Tensor:

@@ -1,12 +1,12 @@
 """Streams between trainer ranks and engine ranks, which carry the messages of a link in place of a process group.
 
-Each engine rank listens, and trainer ranks connect to it, one stream each:
+Each engine rank listens, and trainer ranks connect to it, with a stream for each direction that they use:
 
 | stream | from | content |
 |---|---|---|
 | keys | trainer rank 0, to an engine | the rank's requests for keys of the link (transport.py), one after another, |
 | | at another site | and the answers |
-| member M | trainer rank that sends to it, member M of the link | messages, each after its tag and its length |
+| from member S to member R | the trainer rank of the two | messages, each after its tag and its length |
 
 Within a site they are TCP, and a trainer rank shows a secret that the engine rank has put into the trainers' store. To
 another site they are TLS, and both sides show the credentials of the run (credentials.py). Nothing else is read before.
@@ -426,7 +426,7 @@ class _Inbox:
     """What is received from one member, by whoever waits for it."""
 
     def __init__(self, open_stream: Callable[[float], Stream]):
-        self._open, self._stream = open_stream, None
+        self._open, self._stream, self._ended = open_stream, None, False
         self._expected: deque[_Awaited] = deque()
 
     def expect(self, place: memoryview, tag: int) -> _Awaited:
@@ -436,6 +436,9 @@ class _Inbox:
     def read(self, last: _Awaited, until: float) -> None:
         """Receives all that is expected up to `last`."""
         self._stream = self._stream or self._open(until)
+        if self._ended:
+            self._stream.end()
+            raise ConnectionError(_ENDED)
         while not last.is_completed():
             message, head = self._expected[0], bytearray(_MESSAGE.size)
             self._stream.read(memoryview(head), until)
@@ -448,6 +451,7 @@ class _Inbox:
             self._expected.popleft().arrived = True
 
     def end(self) -> None:
+        self._ended = True
         if stream := self._stream:
             stream.end()
 

@@ -30,7 +30,7 @@ class Files(Carrier):
         path.with_suffix(".part").write_bytes(flat.view(torch.uint8).numpy())
         os.replace(path.with_suffix(".part"), path)
 
-    def receive(self, flat, peer, tag):
+    def receive(self, flat, peer, tag, deadline):
         return self._file(peer, self._member, tag), flat
 
     def wait(self, work, deadline: Deadline):

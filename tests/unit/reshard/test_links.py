@@ -194,7 +194,8 @@ def test_a_message_whose_receive_is_never_posted_is_not_sent_and_ends_with_its_l
     link.join(1)
     link.update(1)
     posts = threading.Event()
-    monkeypatch.setattr(link.inlets[0].link.carrier._words, "send", lambda *told: posts.set())
+    unsaid = SimpleNamespace(wait=lambda timeout: posts.set())
+    monkeypatch.setattr(link.inlets[0].link.carrier._words, "send", lambda *told: unsaid)
     link.start()
     link.publish(2)
     (update,) = link.publishers[0]._updates
@@ -228,6 +229,41 @@ def test_the_next_update_does_not_wait_for_one_that_was_given_up_while_its_link_
     until(lambda: not stuck._thread.is_alive())
     assert all(torch.equal(parameter, held[name]) for name, parameter in link.held[0].items())
     link.assert_committed()
+
+
+def test_no_update_writes_beside_one_that_may_even_if_another_was_given_up_between_them(pools, nccl):
+    """The one between waits for the first, and the third must not take it for over."""
+    link = pools(sizes={}, tp=1, timeout_s=30.0)
+    link.join(1)
+    link.update(1)
+    writes, goes_on = threading.Event(), threading.Event()
+    (inlet,) = link.inlets
+    original = inlet.link.receive
+
+    def receive(*message):
+        writes.set()
+        assert goes_on.wait(20)
+        return original(*message)
+
+    inlet.link.receive = receive
+    link.start()
+    link.publish(2)
+    (first,) = link.updates
+    assert writes.wait(10)
+    first.abandon()
+    link.join(2)
+    link.start()
+    (second,) = link.updates
+    second.abandon()
+    link.join(3)
+    link.start()
+    link.publish(1, generation=3)
+    (third,) = link.updates
+    time.sleep(0.2)
+    assert first._thread.is_alive() and third._thread.is_alive() and not third._may_write
+    goes_on.set()
+    until(lambda: not third._thread.is_alive())
+    assert not first._thread.is_alive() and not third.problem()
 
 
 def test_an_abandoned_update_ends_at_once(pools, nccl):

@@ -97,6 +97,7 @@ def test_one_line_says_what_is_used_and_what_is_not():
     assert "one product for all experts (no reason)" in line and "\n" not in line
     assert line.endswith("; experts are multiplied one by one, in a loop")
     assert "one product for all experts" not in hardware.describe(absent, experts=True, grouped=True)
+    assert "rotary" not in hardware.describe(absent, experts=False, grouped=False, latent=True)
     absent |= {"delta_rule": "fla is missing"}
     assert "gated delta" not in hardware.describe(absent, experts=False, grouped=False)
     line = hardware.describe(absent, experts=False, grouped=False, linear=True)
