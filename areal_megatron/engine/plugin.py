@@ -100,7 +100,7 @@ def _leave_images_out() -> None:
 
 def _count_tokens_prefilled_again() -> None:
     """Gives EngineCore a count of the tokens that it has computed again since an update dropped their keys and values:
-    vLLM (0.32) counts each prompt once, and nothing that it computes a second time."""
+    vLLM counts each prompt once, and nothing that it computes a second time."""
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCore
@@ -299,7 +299,7 @@ def _expand_settings_of_requests() -> None:
 def _inspect_models_here() -> None:
     """Makes CPU engines look at the class of their model in the server, which needs it anyway.
 
-    vLLM starts a process that imports vLLM once more for 10 s, so that the server does not initialize CUDA.
+    vLLM starts a process for it, in which importing vLLM takes 10 s, so that the server does not initialize CUDA.
     """
     from vllm.model_executor.models import registry
 

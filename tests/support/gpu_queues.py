@@ -65,10 +65,8 @@ class Gpus:
         last: list[int | None] = [None] * (len(places) // 2)  # put on each stream
         left, done = self._parties.copy(), [False] * len(self._parties)
         happened = set()
-        blocked, held_up = (
-            defaultdict(list),
-            defaultdict(list),
-        )  # threads by event; queues by what their fronts wait for
+        blocked = defaultdict(list)  # threads by the event that they wait for
+        held_up = defaultdict(list)  # queues by what their fronts wait for
         at = [0] * len(self._threads)
         ready: list[int] = []
 
