@@ -15,6 +15,7 @@ from functools import cache
 import torch
 
 from areal_megatron.config import ConfigError
+from areal_megatron.models.table import Dimensions
 from areal_megatron.run.versions import has_fla
 
 MATRIX_UNITS = (8, 9, 10, 11, 12)
@@ -126,15 +127,14 @@ def check_dispatch(setting: str, absent: dict[str, str]) -> None:
         )
 
 
-def describe(absent: dict[str, str], experts: bool, grouped: bool, linear: bool = False, latent: bool = False) -> str:
+def describe(absent: dict[str, str], model: Dimensions, grouped: bool) -> str:
     """Returns one line: the kernels used besides attention's, and the unused ones, with the reason.
 
-    `grouped` says whether experts are TransformerEngine's, which multiplies them together itself; `linear` whether the
-    model has gated delta nets, `latent` whether its attention is latent.
+    `grouped`: whether experts are TransformerEngine's, which multiplies them together itself.
     """
-    shown = ["swiglu", "gradients", *([] if latent else ["rotary"]), *(["permutation"] if experts else [])]
-    shown += ["experts"] if experts and not grouped else []
-    shown += ["delta_rule"] if linear else []
+    shown = ["swiglu", "gradients", *([] if model.latent else ["rotary"]), *(["permutation"] if model.experts else [])]
+    shown += ["experts"] if model.experts and not grouped else []
+    shown += ["delta_rule"] if model.linear else []
     on = [KERNELS[name].does for name in shown if not absent[name]]
     off = [f"{KERNELS[name].does} ({absent[name]})" for name in shown if absent[name]]
     parts = [", ".join(on) or "no fused kernels", *(["without " + ", ".join(off)] if off else [])]

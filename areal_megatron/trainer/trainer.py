@@ -172,15 +172,14 @@ class Trainer:
     def _choose_kernels(self) -> None:
         """Chooses what computes attention, and says on the first rank which kernels are used."""
         config, d = self.config, architecture(self.hf_config).dimensions
-        absent, experts = hardware.kernels(self.device, config.model.dtype), bool(d.experts)
+        absent = hardware.kernels(self.device, config.model.dtype)
         hardware.check_dispatch(config.trainer.expert_dispatch, absent)
         shape = d.heads // self.sizes.tp, max(d.kv_heads // self.sizes.tp, 1), d.head_dim
         attention = attention_kernels.activate(
             config.trainer.attention, self.device, getattr(torch, config.model.dtype), shape, absent
         )
         if self.parallel.is_first and self.device.type == "cuda":
-            others = hardware.describe(absent, experts, self.sizes.grouped_experts, bool(d.linear), bool(d.latent))
-            print(f"kernels: {attention}; {others}", flush=True)
+            print(f"kernels: {attention}; {hardware.describe(absent, d, self.sizes.grouped_experts)}", flush=True)
 
     def _steps(self) -> int:
         """The number of optimizer steps of the policy in the whole run."""

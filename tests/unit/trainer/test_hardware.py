@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from packaging.requirements import Requirement
 
 from areal_megatron.config import ConfigError
+from areal_megatron.models.table import Dimensions
 from areal_megatron.run import versions
 from areal_megatron.run.extras import EXTRAS
 from areal_megatron.trainer import hardware
@@ -88,22 +90,24 @@ def test_a_dispatcher_without_its_package_is_refused():
 
 
 def test_one_line_says_what_is_used_and_what_is_not():
+    dense = Dimensions(layers=2, hidden=8, heads=2, kv_heads=1, head_dim=4, ffn=16, vocabulary=32)
+    sparse = replace(dense, experts=4)
     absent = dict.fromkeys(KERNELS, "") | {"rotary": "triton is missing", "experts": "no reason"}
-    assert hardware.describe(absent, experts=False, grouped=False) == (
+    assert hardware.describe(absent, dense, grouped=False) == (
         "SwiGLU in one pass, products that add to float32 gradients; "
         "without rotary embeddings in one pass (triton is missing)"
     )
-    line = hardware.describe(absent, experts=True, grouped=False)
+    line = hardware.describe(absent, sparse, grouped=False)
     assert "one product for all experts (no reason)" in line and "\n" not in line
     assert line.endswith("; experts are multiplied one by one, in a loop")
-    assert "one product for all experts" not in hardware.describe(absent, experts=True, grouped=True)
-    assert "rotary" not in hardware.describe(absent, experts=False, grouped=False, latent=True)
+    assert "one product for all experts" not in hardware.describe(absent, sparse, grouped=True)
+    assert "rotary" not in hardware.describe(absent, replace(dense, latent=2), grouped=False)
     absent |= {"delta_rule": "fla is missing"}
-    assert "gated delta" not in hardware.describe(absent, experts=False, grouped=False)
-    line = hardware.describe(absent, experts=False, grouped=False, linear=True)
+    assert "gated delta" not in hardware.describe(absent, dense, grouped=False)
+    line = hardware.describe(absent, replace(dense, linear=(0,)), grouped=False)
     assert line.endswith(", gated delta nets in a few passes (fla is missing)")
     half = {name: lacks(name, Hardware(9, frozenset(TORCH)), "float16") for name in KERNELS}
-    assert hardware.describe(half, experts=True, grouped=False).endswith(
+    assert hardware.describe(half, sparse, grouped=False).endswith(
         "one product for all experts (it does not compute in float16); experts are multiplied one by one, in a loop"
     )
 
