@@ -96,20 +96,21 @@ def pytest_collection():
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Has files of whole runs take turns with those of tests/unit and tests/processes, many of which wait.
+    """Has files of whole runs take turns with those of tests/processes, many of which wait, and of tests/unit.
 
     Workers of pytest-xdist take files in this order: all at once should neither ask for every core nor for none. The
-    longest files are those of tests/parallel, so they come first, and no worker is left alone with one: short ones come
-    last.
+    longest files are those of tests/parallel and tests/processes/workflows, so they come first, and no worker is left
+    alone with one: short ones come last.
     """
     files: dict[Path, list[pytest.Item]] = {}
     for item in items:
         files.setdefault(item.path, []).append(item)
-    units, wholes = [], []
+    ends = {"processes": 0.9, "unit": 1.0}
+    kinds: dict[float, list[Path]] = {}  # by where their last file comes
     for path in files:
-        (units if path.relative_to(ROOT / "tests").parts[0] in ("unit", "processes") else wholes).append(path)
-    spread = ((wholes[::-1], 0.8), (units, 1.0))
-    places = [(share * number / len(paths), path) for paths, share in spread for number, path in enumerate(paths)]
+        kinds.setdefault(ends.get(path.relative_to(ROOT / "tests").parts[0], 0.8), []).append(path)
+    turns = [(end, paths if end == 1.0 else paths[::-1]) for end, paths in kinds.items()]
+    places = [(end * number / len(paths), path) for end, paths in turns for number, path in enumerate(paths)]
     items[:] = [item for _, path in sorted(places, key=lambda place: place[0]) for item in files[path]]
 
 
