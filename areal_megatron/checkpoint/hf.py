@@ -59,8 +59,6 @@ def load_adapter(factors: Mapping[str, Tensor], layout: Layout, config: Config, 
             _load_pieces(factors, layout, adapter)
         except CheckpointError as e:
             raise ConfigError(f"lora.start: {e}") from None
-    if not all(factor.isfinite().all() for factor in factors.values()):
-        raise ConfigError(f"lora.start: {config.lora.start} has values that are not finite; take an earlier adapter")
 
 
 def _load_pieces(parameters: Mapping[str, Tensor], layout: Layout, weights: HfFolder | peft.PeftFolder) -> None:

@@ -6,13 +6,22 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from numpy import ndarray
 
-from areal_megatron.checkpoint.disk import BoxReader, CheckpointError, OpenFiles, cast, empty, read_box
+from areal_megatron.checkpoint.disk import (
+    BlockBuffers,
+    BoxReader,
+    CheckpointError,
+    OpenFiles,
+    cast,
+    empty,
+    read_box,
+)
 from areal_megatron.checkpoint.folder import TRAINER
 from areal_megatron.checkpoint.hf_folder import (
     HfTensor,
@@ -36,6 +45,8 @@ _EXPERT = re.compile(r"\bexperts\.\d+\.")
 """A part of the names of a router's experts."""
 PREFIX = "base_model.model."
 """What PEFT's names of factors have before the names of the model's layers."""
+_EXPONENTS = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F800000}
+"""The bits of the exponent, all of which are set in what is not finite."""
 _PLAIN = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
 """Ways to begin an adapter, init_lora_weights, that leave the model's weights as they are; so do true and false."""
 _ABSENT = (
@@ -189,13 +200,14 @@ def _compared(adapter: Adapter, model: Architecture) -> tuple[Any, ...]:
 
 def for_engines(folder: Path, model: Architecture) -> Adapter:
     """Returns the adapter of a folder, with all targets by their names. Raises ConfigError if it is damaged, if it is
-    another model's, or if engines cannot apply it."""
+    another model's, has values that are not finite, or if engines cannot apply it."""
     try:
         found, _ = read_description(folder)
         check_targets(folder, found, model)
         if problem := unserved(found, model):
             raise CheckpointError(f"{folder}: {problem}: merge it, `areal convert to-hf {folder} MODEL`")
-        PeftFolder(folder, model, found).close()
+        with closing(PeftFolder(folder, model, found)) as opened:
+            opened.check_finite()
         return replace(found, targets=tuple(found.modules(model)))
     except CheckpointError as e:
         raise ConfigError(str(e)) from None
@@ -260,6 +272,18 @@ class PeftFolder:
         named = numbers(tensor)
         name, region = name_at(tensor, box.start[:named]), Box(box.start[named:], box.stop[named:])
         read_box(self._files, self._extents[PREFIX + name], region, out[(0,) * named], dtype)
+
+    def check_finite(self) -> None:
+        """Raises CheckpointError for a tensor with a value that is not finite. Reads the whole file."""
+        blocks = BlockBuffers()
+        for name, extent in self._extents.items():
+            ones = _EXPONENTS[extent.dtype]
+            for box, rows in blocks.of(extent.box, extent.dtype):
+                read_box(self._files, extent, box, rows, extent.dtype)
+                if (rows & ones == ones).any():
+                    raise CheckpointError(
+                        f"{extent.path}: {name} has values that are not finite; take an earlier adapter"
+                    )
 
     def close(self) -> None:
         self._files.close()

@@ -8,7 +8,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -325,7 +325,11 @@ def _check_tensors(config: Config) -> None:
         except CheckpointError as e:
             raise ConfigError(f"{key}: {e}") from None
     if config.lora.start:
-        peft.open_start(config, read_config(config.model.path)).close()
+        try:
+            with closing(peft.open_start(config, read_config(config.model.path))) as adapter:
+                adapter.check_finite()
+        except CheckpointError as e:
+            raise ConfigError(f"lora.start: {e}") from None
         if note := peft.note_of_base(config.lora.start, config.model.path):
             print(f"note: lora.start: {note}", file=sys.stderr)
     check_adapters(config)

@@ -11,12 +11,16 @@ import sys
 import time
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from areal_megatron import command
+from areal_megatron.checkpoint.peft import WEIGHTS
 from areal_megatron.config import ConfigError, config_file
 from areal_megatron.config.other_names import NONE_HERE, OTHER_NAMES
 from areal_megatron.launch import evaluate, local
 from tests.conftest import ROOT
+from tests.support.adapter_oracle import write_adapter
 
 TINY = str(ROOT / "configs/tiny_cpu.yaml")
 ROWS = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(8)]
@@ -67,6 +71,10 @@ def place(world, tmp_path_factory):
     described = json.loads((folder / "gemma/config.json").read_text())
     changed = described | {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
     (folder / "gemma/config.json").write_text(json.dumps(changed))
+    adapter = write_adapter(folder / "diverged", folder / "model", 8, 8)
+    weights = load_file(adapter / WEIGHTS)
+    next(iter(weights.values()))[0, 0] = torch.nan
+    save_file(weights, adapter / WEIGHTS)
     return folder
 
 
@@ -205,6 +213,7 @@ KEYS = {
     "lora.rank=8 trainer.megatron.moe_router_bias_update_rate=0.1": "moves the routers of the model",
     "lora.start=DIR": "lora.start: has no meaning without lora.rank",
     "lora.rank=8 lora.start=nowhere": "lora.start: nowhere is no adapter: there is no nowhere/adapter_config.json",
+    "lora.rank=8 lora.alpha=8 lora.start=diverged": "has values that are not finite; take an earlier adapter",
     "lora.rank=8 lora.start=DIR lora.merge=true rollout.first_weights=model": "model.path is without the adapter of",
     "lora.rank=600": "lora.rank: must be a whole number, at least 0 and at most 512, is 600",
     "lora.alpha=16": "lora.alpha: has no meaning without lora.rank",
@@ -298,6 +307,7 @@ COMMANDS = {
     "evaluate model d.jsonl --temperature hot": "--temperature: expected a number, is 'hot'",
     "evaluate model d.jsonl --n 2 --k 4": "--k: pass@4 needs --n 4 or more, it is 2",
     "evaluate model d.jsonl --max-new-tokens 9999": "--max-new-tokens: with",
+    "evaluate model d.jsonl --adapters diverged": "has values that are not finite; take an earlier adapter",
     "evaluate model object.jsonl": "object.jsonl:1: the reward math cannot use the answer: it is an object",
     "evaluate model d.jsonl --reward mine:text": "returned 'right', expected a finite number",
     "evaluate nowhere d.jsonl": "nowhere",

@@ -1,6 +1,7 @@
 """PEFT's folders against the formula of LoRA on the weights of a Hugging Face folder, and against PEFT where it is."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -8,14 +9,11 @@ from safetensors.torch import load_file, save_file
 
 from areal_megatron.checkpoint.convert import from_peft, to_hf, to_peft
 from areal_megatron.checkpoint.disk import CheckpointError
-from areal_megatron.checkpoint.hf import checkpoint_layout, load_adapter
-from areal_megatron.checkpoint.peft import WEIGHTS, check_resumed, note_of_base, open_start
+from areal_megatron.checkpoint.peft import WEIGHTS, check_resumed, for_engines, note_of_base, open_start
 from areal_megatron.config import Config, ConfigError, LoraConfig, ModelConfig
-from areal_megatron.models.adapter import Adapter
-from areal_megatron.models.architecture import read_config
+from areal_megatron.models.architecture import architecture, read_config
 from areal_megatron.models.weight_files import ADAPTER, SINGLE
 from areal_megatron.programs.convert import main
-from areal_megatron.reshard.boxes import expand
 from tests.support import adapter_oracle
 from tests.support.adapter_oracle import adapted_oracle, linear_layers
 from tests.support.tiny_models import load_oracle, save_model
@@ -217,17 +215,20 @@ def test_a_checkpoint_is_no_folder_of_pefts(tmp_path, bases):
         open_start(Config(model=ModelConfig(path=str(bases["qwen3"])), lora=lora), read_config(bases["qwen3"]))
 
 
-def test_an_adapter_to_start_from_is_finite(tmp_path, bases):
-    described, folder = read_config(bases["qwen3"]), write_adapter(tmp_path / "adapter", bases["qwen3"])
-    config = Config(lora=LoraConfig(RANK, ALPHA, start=str(folder)))
-    layout = checkpoint_layout(described, Adapter.of(config.lora))
-    factors = {name: torch.zeros(shape) for name, shape in expand(layout.held).items()}
-    load_adapter(factors, layout, config, described)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf])
+def test_what_is_not_finite_is_found(tmp_path, bases, dtype, value):
+    folder = write_adapter(tmp_path / "adapter", bases["qwen3"], dtype=dtype)
+    model = architecture(read_config(bases["qwen3"]))
     tensors = load_file(folder / WEIGHTS)
-    next(iter(tensors.values()))[0, 0] = torch.nan
+    name, last = list(tensors.items())[-1]
+    last[:, -1] = torch.finfo(dtype).max
     save_file(tensors, folder / WEIGHTS)
-    with pytest.raises(ConfigError, match=r"^lora.start: .*adapter has values that are not finite"):
-        load_adapter(factors, layout, config, described)
+    for_engines(folder, model)
+    last[-1, 0] = value
+    save_file(tensors, folder / WEIGHTS)
+    with pytest.raises(ConfigError, match=rf"{re.escape(name)} has values that are not finite; take an earlier"):
+        for_engines(folder, model)
 
 
 def test_a_run_is_resumed_with_the_adapters_that_it_has(tmp_path, bases):
