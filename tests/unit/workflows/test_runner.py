@@ -22,20 +22,16 @@ from areal_megatron.controller.schedule import Group, Schedule
 from areal_megatron.controller.state import InterruptedGroup
 from areal_megatron.engine.client import Completion, EngineError
 from areal_megatron.observe.timeline import Timeline
-from areal_megatron.process import lateness
 from areal_megatron.run.folder import RunError
 from areal_megatron.workflows import multi_turn, sampling, tool_use
 from areal_megatron.workflows.episode import EpisodeOver, EpisodeSpec
 from areal_megatron.workflows.single_turn import SingleTurn
 from areal_megatron.workflows.workflow import check_workflow, load_workflow
 from tests.support.chat_world import END, IDS, SPECIAL, World, make_tokenizer, spelled
+from tests.support.judging import short_pauses  # noqa: F401
 
 ROOT = Path(__file__).parents[3]
-
-
-@pytest.fixture(autouse=True)
-def short_pauses(monkeypatch):
-    monkeypatch.setattr(lateness, "_FIRST_PAUSE_S", 0.05)
+pytestmark = pytest.mark.usefixtures("short_pauses")
 
 
 def in_turn(*answers):

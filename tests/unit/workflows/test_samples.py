@@ -11,8 +11,10 @@ from areal_megatron.controller.batches import by_environment, describe
 from areal_megatron.controller.generation import _samples
 from areal_megatron.controller.schedule import Group
 from tests.support.chat_world import END, FORGETTING, TEMPLATE, World, spelled
+from tests.support.judging import short_pauses  # noqa: F401
 from tests.unit.workflows.test_endpoint import ask, user
 
+pytestmark = pytest.mark.usefixtures("short_pauses")
 ANSWERS = ["<think>a</think>one", "<think>b</think>two", "<think>c</think>three", "<think>d</think>four"]
 
 

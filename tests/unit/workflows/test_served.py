@@ -11,9 +11,11 @@ from areal_megatron.run.folder import RunError, RunFolder
 from areal_megatron.workflows.runner import EpisodeRunner
 from areal_megatron.workflows.workflow import Workflow
 from tests.support.chat_world import END, InThisProcess, World, make_tokenizer, spelled
+from tests.support.judging import short_pauses  # noqa: F401
 from tests.support.served_engine import ServedEngine
 from tests.unit.workflows.test_endpoint import post, user
 
+pytestmark = pytest.mark.usefixtures("short_pauses")
 OTHER_TEMPLATE = "{% for message in messages %}[{{ message.role }}: {{ message.content }}]{% endfor %}>"
 
 
