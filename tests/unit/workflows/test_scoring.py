@@ -33,19 +33,22 @@ def completion(text, finish_reason="stop"):
     return Completion(tokens, zeros.astype(np.float32), zeros.astype(np.int32), finish_reason)
 
 
-def scores(model, rule, completions, answer="7", response_tokens=None):
-    config = RewardConfig(function="tests.support.rewards:ends", truncated=rule, wrong=-0.3, right=0.7)
-    prompt = Prompt(id=0, text="3+4=", answer=answer, tokens=[1], response_tokens=response_tokens)
+@pytest.fixture(scope="module")
+def scores(model):
+    """Scores answers by one worker for all tests."""
 
-    async def score():
-        workers = RewardWorkers(config, model)
-        await workers.start()
-        try:
-            return await Scorer(config, workers, max_new_tokens=LONGEST).score(prompt, completions)
-        finally:
-            await workers.close()
+    def config(rule):
+        return RewardConfig(function="tests.support.rewards:ends", truncated=rule, wrong=-0.3, right=0.7)
 
-    return asyncio.run(score())
+    def found(rule, completions, response_tokens=None):
+        prompt = Prompt(id=0, text="3+4=", answer="7", tokens=[1], response_tokens=response_tokens)
+        return loop.run(Scorer(config(rule), workers, max_new_tokens=LONGEST).score(prompt, completions))
+
+    with asyncio.Runner() as loop:
+        workers = RewardWorkers(config("incorrect"), model)
+        loop.run(workers.start())
+        yield found
+        loop.run(workers.close())
 
 
 RIGHT = Score(reward=0.7, correct=True, truncated=False, trained=True, score=1.0)
@@ -60,23 +63,23 @@ WRONG = Score(reward=-0.3, correct=False, truncated=False, trained=True)
         ("scored", Score(reward=0.7, correct=True, truncated=True, trained=True, score=1.0)),
     ],
 )
-def test_the_rule_for_truncated_answers(model, rule, cut):
+def test_the_rule_for_truncated_answers(scores, rule, cut):
     answers = [completion("7"), completion("7", "length"), completion("8"), completion("7")]
-    assert scores(model, rule, answers) == [RIGHT, cut, WRONG, RIGHT]
+    assert scores(rule, answers) == [RIGHT, cut, WRONG, RIGHT]
 
 
-def test_an_answer_of_forced_length_is_not_truncated(model):
-    assert scores(model, "masked", [completion("7", "length")], response_tokens=1) == [RIGHT]
-    [forced] = scores(model, "overlong", [completion("7", "length")], response_tokens=1)
+def test_an_answer_of_forced_length_is_not_truncated(scores):
+    assert scores("masked", [completion("7", "length")], response_tokens=1) == [RIGHT]
+    [forced] = scores("overlong", [completion("7", "length")], response_tokens=1)
     assert forced == RIGHT
 
 
 @pytest.mark.parametrize("length", [2, 8, 9, 10])
 @pytest.mark.parametrize("cut", [False, True])
-def test_overlong_answers_lose_up_to_half_the_range_of_rewards(model, length, cut):
+def test_overlong_answers_lose_up_to_half_the_range_of_rewards(scores, length, cut):
     """DAPO, Equation 13, for rewards of −1 and 1; here they span 1 instead of 2."""
     digits, reason = (length, "length") if cut else (length - 1, "stop")
-    found = scores(model, "overlong", [completion("8" * (digits - 1) + last, reason) for last in "78"])
+    found = scores("overlong", [completion("8" * (digits - 1) + last, reason) for last in "78"])
     cache = 2
     lost = 0 if length <= LONGEST - cache else ((LONGEST - cache) - length) / cache
     assert [score.reward for score in found] == pytest.approx([0.7 + 0.5 * lost, -0.3 + 0.5 * lost])
