@@ -61,14 +61,20 @@ def imported(nodes):
             yield from (name.name for name in node.names)
 
 
+@cache
 def trees():
     return {module: ast.parse(path.read_text()) for module, path in MODULES.items()}
 
 
-TREES = trees()
-EVERY_IMPORT = {module: set(imported(ast.walk(tree))) for module, tree in TREES.items()}
-"""Those inside functions and under TYPE_CHECKING too."""
-AT_START = {module: set(imported(tree.body)) for module, tree in TREES.items()}
+@cache
+def every_import():
+    """Module → what it imports, inside functions and under TYPE_CHECKING too."""
+    return {module: set(imported(ast.walk(tree))) for module, tree in trees().items()}
+
+
+@cache
+def at_start():
+    return {module: set(imported(tree.body)) for module, tree in trees().items()}
 
 
 def test_every_file_has_a_room_and_every_room_a_file():
@@ -78,7 +84,7 @@ def test_every_file_has_a_room_and_every_room_a_file():
 @pytest.mark.parametrize("room", ROOMS)
 def test_a_room_imports_what_its_row_allows(room):
     wrong = []
-    for module, names in EVERY_IMPORT.items():
+    for module, names in every_import().items():
         if room_of(module) != room:
             continue
         for name in names:
@@ -99,7 +105,7 @@ def test_no_module_imports_itself_by_way_of_others():
     def visit(module, path):
         assert module not in path, f"a circle: {' → '.join([*path[path.index(module) :], module])}"
         if module not in done:
-            for name in EVERY_IMPORT[module] & MODULES.keys():
+            for name in every_import()[module] & MODULES.keys():
                 visit(name, [*path, module])
             done.add(module)
 
@@ -109,7 +115,7 @@ def test_no_module_imports_itself_by_way_of_others():
 
 def test_the_house_is_no_higher_and_has_no_more_rooms_than_one_can_keep_in_mind():
     below = {room: set() for room in ROOMS}
-    for module, names in EVERY_IMPORT.items():
+    for module, names in every_import().items():
         own = room_of(module)
         below.get(own, set()).update({room_of(name) for name in names & MODULES.keys()} & ROOMS.keys() - {own})
 
@@ -125,12 +131,12 @@ def test_every_file_of_launch_starts_processes():
     """By Slurm, or by what supervises them; in launch/supervision/ is what all of these share."""
     starts = {"subprocess"} | {f"areal_megatron.launch.supervision.{name}" for name in ("hosts", "supervise")}
     files = {m for m, path in MODULES.items() if path.parent == ROOT / "launch" and path.name != "__init__.py"}
-    assert files and {module for module in files if not EVERY_IMPORT[module] & starts} == set()
+    assert files and {module for module in files if not every_import()[module] & starts} == set()
 
 
 def test_nothing_in_the_package_imports_launch():
     launch = {module for module in MODULES if room_of(module).startswith("launch/")}
-    assert {module for module in TREES.keys() - launch if EVERY_IMPORT[module] & launch} == set()
+    assert {module for module in trees().keys() - launch if every_import()[module] & launch} == set()
 
 
 @pytest.mark.parametrize("library", ["torch", "vllm", "megatron"])
@@ -139,7 +145,7 @@ def test_who_may_not_import_a_library_does_not_by_way_of_others(library):
 
     def loads(module, seen):
         seen.add(module)
-        names = AT_START[module]
+        names = at_start()[module]
         if any(name.partition(".")[0] == library for name in names):
             return [module]
         for name in names & MODULES.keys() - seen:

@@ -40,7 +40,7 @@ from areal_megatron.process.terminal import Terminal
 from areal_megatron.programs import audit, convert, fetch, rows, status, trajectories
 from areal_megatron.run.folder import RunFolder
 from tests.unit.programs.test_trajectories import answer, model  # noqa: F401 - a fixture
-from tests.unit.test_rooms import EVERY_IMPORT, TREES
+from tests.unit.test_rooms import every_import, trees
 
 BAD = frozenset(
     regex.findall(
@@ -109,7 +109,7 @@ def test_colours_of_ours_pass_and_no_others(capsys, monkeypatch):
 
 
 def is_main(module):
-    return any(isinstance(node, ast.If) and "__main__" in ast.unparse(node.test) for node in TREES[module].body)
+    return any(isinstance(node, ast.If) and "__main__" in ast.unparse(node.test) for node in trees()[module].body)
 
 
 UNGUARDED = {
@@ -125,18 +125,18 @@ OF_VLLM = {"areal_megatron.engine.serving", "areal_megatron.engine.headless"}
 
 
 def test_every_program_guards_what_it_prints_first():
-    programs = {module for module in TREES if is_main(module)} - UNGUARDED - OF_VLLM
+    programs = {module for module in trees() if is_main(module)} - UNGUARDED - OF_VLLM
     assert programs > {command.module for command in COMMANDS.values()}
     for module in programs:
-        (main,) = (n for n in TREES[module].body if isinstance(n, ast.FunctionDef) and n.name == "main")
+        (main,) = (n for n in trees()[module].body if isinstance(n, ast.FunctionDef) and n.name == "main")
         assert ast.unparse(main.body[0]) == "guard()", module
 
 
 def test_only_the_terminal_is_a_console_of_rich():
-    assert [name for name, found in EVERY_IMPORT.items() if "rich.console.Console" in found] == []
+    assert [name for name, found in every_import().items() if "rich.console.Console" in found] == []
     users = [
         name
-        for name, tree in TREES.items()
+        for name, tree in trees().items()
         for node in ast.walk(tree)
         if isinstance(node, ast.ImportFrom)
         and node.module == "rich.console"

@@ -17,7 +17,7 @@ from areal_megatron.launch.supervision import start
 from areal_megatron.run import versions
 from areal_megatron.run.extras import EXTRAS
 from areal_megatron.run.folder import RunFolder
-from tests.unit.test_rooms import EVERY_IMPORT, MODULES
+from tests.unit.test_rooms import MODULES, every_import
 
 ROOT = Path(__file__).resolve().parents[3]
 ON_GPU_NODE = {"python_version": "3.12", "python_full_version": "3.12.3", "platform_machine": "x86_64", "extra": ""}
@@ -100,7 +100,7 @@ def test_what_is_imported_is_declared_and_nothing_else_is_required(monkeypatch):
     required = {canonicalize_name(Requirement(text).name) for text in setup.install_requires}
     optional = {canonicalize_name(Requirement(text).name) for texts in setup.extras_require.values() for text in texts}
     distributions = metadata.packages_distributions() | {"vllm": ["vllm"], "mpi4py": ["mpi4py"], "fla": ["fla-core"]}
-    here = [names for module, names in EVERY_IMPORT.items() if not module.startswith(IN_ANOTHER_PYTHON)]
+    here = [names for module, names in every_import().items() if not module.startswith(IN_ANOTHER_PYTHON)]
     imported = {name.partition(".")[0] for names in here for name in names}
     imported -= {"areal_megatron", "__future__", *sys.stdlib_module_names}
     ours = {name: {canonicalize_name(found) for found in distributions[name]} for name in imported}

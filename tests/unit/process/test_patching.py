@@ -7,7 +7,7 @@ import types
 import pytest
 
 from areal_megatron.process.patching import patch
-from tests.unit.test_rooms import EVERY_IMPORT, LIBRARIES, MODULES, ROOT, TREES
+from tests.unit.test_rooms import LIBRARIES, MODULES, ROOT, every_import, trees
 
 PLACES = {"areal_megatron.trainer.patches": {"megatron-core", "torch"}, "areal_megatron.engine.plugin": {"vllm"}}
 """The files that replace names, and the libraries whose names these are."""
@@ -31,7 +31,7 @@ def test_a_name_that_a_library_lacks_is_one_line():
 
 
 def test_each_side_has_one_file_that_replaces_names():
-    assert {module for module, names in EVERY_IMPORT.items() if patch.__module__ in names} == PLACES.keys()
+    assert {module for module, names in every_import().items() if patch.__module__ in names} == PLACES.keys()
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -45,7 +45,7 @@ def test_what_is_replaced_is_of_the_versions_of_the_lock(place):
 
 def test_nothing_else_replaces_names_of_libraries():
     found = []
-    for module, tree in TREES.items():
+    for module, tree in trees().items():
         names = {name for node in ast.walk(tree) for name in bound_to_a_library(node)}
         for node in ast.walk(tree):
             for target in getattr(node, "targets", ()) if isinstance(node, ast.Assign) else ():

@@ -4,9 +4,7 @@ import asyncio
 import json
 
 import aiohttp
-import anthropic
 import numpy as np
-import openai
 import pytest
 
 from areal_megatron.engine.client import Completion
@@ -38,6 +36,18 @@ ANSWERS = [f"<think>I add</think>so\n{CALLS[0]}\n{CALLS[1]}", "<think>3 and 7</t
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
 
 
+def anthropic_client(api):
+    import anthropic  # 3,000 modules, which only the worker with these tests loads
+
+    return anthropic.AsyncAnthropic(base_url=api.anthropic_url, api_key=api.key, max_retries=0)
+
+
+def openai_client(api):
+    import openai
+
+    return openai.AsyncOpenAI(base_url=api.url, api_key=api.key, max_retries=0)
+
+
 def run(tmp_path, agent, answers=ANSWERS, template=THINKING):
     """Returns the episode of this agent, and its world."""
 
@@ -58,7 +68,7 @@ async def by_anthropic(api, stream):
     """Asks, adds by a tool, and asks again; returns the messages of the model."""
     tools = [{"name": "add", "description": "Adds.", "input_schema": SCHEMA}]
     messages, said = [{"role": "user", "content": "1+2+3+4"}], []
-    async with anthropic.AsyncAnthropic(base_url=api.anthropic_url, api_key=api.key, max_retries=0) as client:
+    async with anthropic_client(api) as client:
 
         async def ask():
             body = {"model": "policy", "max_tokens": 300, "system": "calm", "messages": messages, "tools": tools}
@@ -88,7 +98,7 @@ async def by_anthropic(api, stream):
 async def by_responses(api, stream):
     tools = [{"type": "function", "name": "add", "description": "Adds.", "parameters": SCHEMA, "strict": False}]
     items, said = [{"role": "user", "content": "1+2+3+4"}], []
-    async with openai.AsyncOpenAI(base_url=api.url, api_key=api.key, max_retries=0) as client:
+    async with openai_client(api) as client:
 
         async def ask():
             body = {"model": "policy", "instructions": "calm", "input": items, "tools": tools, "max_output_tokens": 300}
@@ -166,8 +176,10 @@ def test_an_agent_of_openais_package_that_speaks_responses(tmp_path, stream):
 
 
 def test_a_response_goes_on_from_an_earlier_one(tmp_path):
+    import openai
+
     async def agent(api):
-        async with openai.AsyncOpenAI(base_url=api.url, api_key=api.key, max_retries=0) as client:
+        async with openai_client(api) as client:
             first = await client.responses.create(model="policy", input="one", instructions="calm")
             more = {"previous_response_id": first.id, "instructions": "wild"}
             await client.responses.create(model="policy", input="two", **more)
@@ -183,7 +195,7 @@ def test_a_response_goes_on_from_an_earlier_one(tmp_path):
 
 def test_instructions_count_for_one_response(tmp_path):
     async def agent(api):
-        async with openai.AsyncOpenAI(base_url=api.url, api_key=api.key, max_retries=0) as client:
+        async with openai_client(api) as client:
             first = await client.responses.create(model="policy", input="one", instructions="calm")
             await client.responses.create(model="policy", input="two", previous_response_id=first.id)
 
@@ -196,10 +208,7 @@ def test_a_response_goes_on_from_the_one_that_it_names(tmp_path):
     answers = [[*spelled("ab"), END], [IDS["ab"], END], [*spelled("right"), END]]
 
     async def workflow(episode):
-        async with (
-            episode.openai() as api,
-            openai.AsyncOpenAI(base_url=api.url, api_key=api.key, max_retries=0) as client,
-        ):
+        async with episode.openai() as api, openai_client(api) as client:
             first = await client.responses.create(model="policy", input="one")
             await client.responses.create(model="policy", input="one")
             await client.responses.create(model="policy", input="two", previous_response_id=first.id)
@@ -218,7 +227,7 @@ def test_answers_with_the_same_parts_are_told_by_what_is_before_them(tmp_path):
     """The second answer is shown as the first, after another question."""
 
     async def agent(api):
-        async with anthropic.AsyncAnthropic(base_url=api.anthropic_url, api_key=api.key, max_retries=0) as client:
+        async with anthropic_client(api) as client:
             asked = [{"role": "user", "content": text} for text in ("one", "two")]
             body = {"model": "policy", "max_tokens": 300}
             replies = [await client.messages.create(messages=[one], **body) for one in asked]
@@ -303,7 +312,7 @@ def test_an_agent_that_shows_no_thinking_gets_none(tmp_path):
     """Its calls are trained as the model would see them in use."""
 
     async def agent(api):
-        async with anthropic.AsyncAnthropic(base_url=api.anthropic_url, api_key=api.key, max_retries=0) as client:
+        async with anthropic_client(api) as client:
             body = {"model": "policy", "max_tokens": 300, "tools": [{"name": "add", "input_schema": SCHEMA}]}
             asked = {"role": "user", "content": "1+2"}
             reply = await client.messages.create(messages=[asked], **body)

@@ -16,7 +16,6 @@ from areal_megatron.launch.supervision.processes import Children
 from areal_megatron.launch.supervision.start import decide_device
 from areal_megatron.planning.pools import Node, allocate
 from areal_megatron.run.folder import RunFolder
-from tests.e2e.test_run import small
 
 UUIDS = [f"GPU-{n}f3a0c11-0000-4000-8000-00000000000{n}" for n in range(4)]
 SLICE = "MIG-4b1f3b58-7ed4-5f0a-9a44-d2ae9e1a3f00"
@@ -240,6 +239,8 @@ def test_a_folder_that_others_may_have_made_is_not_used(tmp_path, monkeypatch, c
 @pytest.fixture
 def job(tmp_path, monkeypatch, world):
     """Launches a run in a Slurm job of one node without --gpus; scontrol and srun are scripts here."""
+    from tests.e2e.test_run import small  # it draws curves, too: hundreds of modules
+
     bodies = {"scontrol": "echo a", "srun": 'while [ "${1#-}" != "$1" ]; do shift; done\nSLURMD_NODENAME=a exec "$@"'}
     for name, body in bodies.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")

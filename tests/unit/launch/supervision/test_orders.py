@@ -8,9 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from vllm.config import CacheConfig
-from vllm.utils.mem_utils import MemorySnapshot
-from vllm.v1.worker.utils import request_memory
 
 from areal_megatron.config import (
     Config,
@@ -251,6 +248,10 @@ def test_an_engine_gets_the_memory_that_the_plan_leaves_it(tmp_path):
     given = values([*memory_arguments(order.settings), ""])
     assert int(given["--kv-cache-memory-bytes"]) == engine.of("KV cache") > 0
     assert int(given["--max-num-batched-tokens"]) == 8192
+
+    from vllm.config import CacheConfig  # two seconds, which only the worker with this test pays
+    from vllm.utils.mem_utils import MemorySnapshot
+    from vllm.v1.worker.utils import request_memory
 
     free = MemorySnapshot(device="cpu", auto_measure=False, total_memory=80 * GIB, free_memory=80 * GIB - trainer.total)
     share = float(given["--gpu-memory-utilization"])
