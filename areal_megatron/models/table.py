@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from areal_megatron.models.pattern import numbered
@@ -246,24 +247,24 @@ class Family:
     state_dtype: str = ""
     """The key of config.json in which engines read the dtype of the states of linear attention; "" if in none."""
 
-    @property
+    @cached_property
     def has_experts(self) -> bool:
         return any(row.of_experts for row in self.layer)
 
-    @property
+    @cached_property
     def has_latents(self) -> bool:
         """Whether keys and values come from latents."""
         return any("latent" in axes for row in self.layer for axes in row.tensors.values())
 
-    @property
+    @cached_property
     def has_linear_layers(self) -> bool:
         return any(row.layers is Layers.LINEAR for row in self.layer)
 
-    @property
+    @cached_property
     def has_shared_experts(self) -> bool:
         return any("shared_ffn" in axes for row in self.layer for axes in row.tensors.values())
 
-    @property
+    @cached_property
     def has_dense_layers(self) -> bool:
         return any(row.layers is Layers.DENSE for row in self.layer)
 

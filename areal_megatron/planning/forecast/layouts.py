@@ -204,6 +204,16 @@ class TrainerOptions:
                 found = sorted([*found, option], key=lambda each: each.seconds)
         return found[:KEPT]
 
+    def seconds(self, time: TrainerTime, trainer: TrainerConfig) -> float:
+        """Returns how long trainers of this layout take for a batch, the mean, where `time` has their times."""
+        key = trainer.dp, trainer.microbatch_multiple
+        if key not in self._packed:
+            self._packed[key] = [
+                time.packed(np.repeat(prompts, answers.shape[1]), answers.ravel(), number)
+                for number, (prompts, answers) in enumerate(self._batches)
+            ]
+        return sum(map(time.of_packed, self._packed[key])) / len(self._batches)
+
     def _possible(self) -> Iterator[Shape]:
         """Yields the config's own shape, then every shape whose tp × cp group fits one node, and whose expert group
         does, too, unless the config's own does not."""
@@ -252,14 +262,8 @@ class TrainerOptions:
         return False
 
     def _seconds(self, trainer: TrainerConfig) -> float:
-        time = TrainerTime(replace(self._config, trainer=trainer), self._hf_config, self._gpu, self._cluster.gpus)
-        key = trainer.dp, trainer.microbatch_multiple
-        if key not in self._packed:
-            self._packed[key] = [
-                time.packed(np.repeat(prompts, answers.shape[1]), answers.ravel(), number)
-                for number, (prompts, answers) in enumerate(self._batches)
-            ]
-        return sum(map(time.of_packed, self._packed[key])) / len(self._batches)
+        config = replace(self._config, trainer=trainer)
+        return self.seconds(TrainerTime(config, self._hf_config, self._gpu, self._cluster.gpus), trainer)
 
     def _fitting(self, shape: Shape, trainer: TrainerConfig) -> TrainerOption | None:
         if trainer.dp <= self._too_large.get(shape, 0):

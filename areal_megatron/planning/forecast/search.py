@@ -10,9 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf, isfinite
-from statistics import mean
-
-import numpy as np
 
 from areal_megatron.config import Config, ConfigError, TrainerConfig, check
 from areal_megatron.model_check import check_model, trained_config
@@ -183,10 +180,10 @@ class Search:
                 f"GPUs of {cluster.gib:g} GiB; the nearest, {nearest.layout}, lacks {nearest.gib:.2f} GiB: lower "
                 "rollout.max_new_tokens, or take larger GPUs"
             )
-        self._batches = draw_batches(lengths, config)
-        self._batch = BatchLengths.of(self._batches)
+        batches = draw_batches(lengths, config)
+        self._batch = BatchLengths.of(batches)
         smallest = min(option.tp for option in self._engines)
-        self._trainers = TrainerOptions(config, self._hf_config, gpu, cluster, self._batches, smallest)
+        self._trainers = TrainerOptions(config, self._hf_config, gpu, cluster, batches, smallest)
         self._saved = checkpoint_bytes(config, self._hf_config)
 
     def best(self, count: int) -> Found:
@@ -321,10 +318,7 @@ class Search:
         check_for_device(config)
         allocate(config, self._nodes)
         decided, times = times_of(config, self._gpu, self._cluster.gpus, self._cluster.gib)
-        training = mean(
-            times.trainer.update(np.repeat(prompts, answers.shape[1]), answers.ravel(), number)
-            for number, (prompts, answers) in enumerate(self._batches)
-        )
+        training = self._trainers.seconds(times.trainer, decided.trainer)
         found = pace(decided, self._batch, times.engine, times.weights, times.kv_tokens, training, times.reward_s)
         if isfinite(self._bounds.node_mtbf_s):
             nodes = -(-config.trainer_ranks // self._cluster.gpus)

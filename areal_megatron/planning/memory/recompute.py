@@ -83,13 +83,15 @@ def flops_ratio(config: Config, hf_config: Mapping[str, Any], tokens: int) -> fl
 
     The backward pass takes twice as many as the forward pass. The output layer runs for every token but the first.
     """
-    added, sizes = recomputed_flops(hf_config, tokens), MegatronSizes.of(config.trainer)
-    useful = 3 * float(SequenceFlops.of(hf_config)(tokens, tokens - 1))
+    sizes = MegatronSizes.of(config.trainer)
     layers = [
         what
         for size in sizes.stage_sizes(hf_config["num_hidden_layers"])
         for what in config.trainer.recomputed(size // sizes.vpp)
     ]
+    if {*layers} == {"none"} and not config.trainer.recompute_modules:
+        return 1.0
+    added, useful = recomputed_flops(hf_config, tokens), 3 * float(SequenceFlops.of(hf_config)(tokens, tokens - 1))
     modules = len(layers) * sum(added["moe" if what == "mlp" else what] for what in config.trainer.recompute_modules)
     return 1 + sizes.vpp * (sum(added[what] for what in layers) + modules) / useful
 
