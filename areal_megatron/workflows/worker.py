@@ -19,6 +19,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
@@ -318,6 +319,15 @@ def _let_go(*streams: int) -> None:
         os.dup2(nothing, stream)
 
 
+def _give_way() -> None:
+    """Has all threads of this process give way to the controller: after it has loaded, for which a run waits, and which
+    on busy cores would take minutes."""
+    if sys.platform == "linux":
+        for thread in os.listdir("/proc/self/task"):
+            with suppress(ProcessLookupError):  # it has ended
+                os.setpriority(os.PRIO_PROCESS, int(thread), os.getpriority(os.PRIO_PROCESS, int(thread)) + _NICE)
+
+
 async def serve() -> None:
     """Runs a worker on stdin and stdout."""
     loop, reader = asyncio.get_running_loop(), asyncio.StreamReader()
@@ -334,6 +344,7 @@ async def serve() -> None:
         await asyncio.sleep(0)
         transport.close()
         return
+    _give_way()
     frames.send(Loaded())
     HeldUp(loop, begin.configs[0].rollout.workflow_timeout_s)
     await worker.run()
@@ -345,7 +356,6 @@ def main() -> None:
     if sys.platform == "linux":
         # one that is stuck in the user's code would not notice that its controller died
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-        os.nice(_NICE)
         # out of memory, the kernel ends workers before the controller, which replaces them
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="utf-8")
     try:

@@ -22,8 +22,11 @@ from tests.support.chat_world import FORGETTING, World
 from tests.support.soaking import with_soaked
 
 MODULE = textwrap.dedent("""
-    import asyncio, os, pathlib, re, signal, time
+    import asyncio, os, pathlib, re, signal, threading, time
     import numpy as np
+
+    pathlib.Path("loading").write_text(str(os.getpriority(os.PRIO_PROCESS, 0)))
+    threading.Thread(target=time.sleep, args=(3600,), daemon=True).start()
 
     async def talk(episode):
         await episode.sample()
@@ -338,6 +341,20 @@ def test_a_worker_that_is_starting_ends_with_the_others(tmp_path, monkeypatch):
 
 def processes_of(parent):
     return {int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()}
+
+
+def test_workers_give_way_once_they_have_loaded(tmp_path, monkeypatch):
+    """On busy cores those that give way at once take minutes to load, and a run waits for them."""
+
+    async def then(pool):
+        (worker,) = pool.workers._workers
+        threads = [int(thread.name) for thread in Path(f"/proc/{worker._process.pid}/task").iterdir()]
+        return [os.getpriority(os.PRIO_PROCESS, thread) for thread in threads]
+
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    priorities, _ = Pool(tmp_path, monkeypatch, "talk").run(then)
+    assert len(priorities) > 1 and {*priorities} == {min(own + 10, 19)}
+    assert (tmp_path / "loading").read_text() == str(own)
 
 
 def test_a_workflow_that_cannot_be_loaded_is_an_error(tmp_path, monkeypatch):
