@@ -150,9 +150,9 @@ def test_a_launcher_whose_clock_differs_lives_as_long_as_it_writes(tmp_path, ske
 
 
 def watch(pulse, seconds, expected):
-    """Returns the states of so many seconds, which are all expected."""
+    """Returns the states of so many seconds, which are all expected; the last one is `lost` if any is."""
     deadline, states = time.monotonic() + seconds, set()
-    while time.monotonic() < deadline:
+    while time.monotonic() < deadline and "lost" not in states:
         states.add(pulse.state())
         time.sleep(0.05)
     assert states <= expected
@@ -178,14 +178,22 @@ UNREADABLE = {
 
 
 @pytest.mark.parametrize("spoil", UNREADABLE.values(), ids=UNREADABLE)
-def test_what_cannot_be_read_is_unknown(tmp_path, capsys, spoil):
+def test_what_cannot_be_read_is_unknown(tmp_path, spoil):
+    run, recorder, processes = make(tmp_path)
+    recorder.write(processes, 1)
+    for path in (run.status, run.processes):
+        spoil(path)
+    assert read_status(run, patience_s=0.1) == Status() and read_record(run) is None
+
+
+def test_a_run_whose_records_cannot_be_read_goes_on(tmp_path):
+    """Whatever cannot be read of them is unknown, as above."""
     run, recorder, processes = make(tmp_path)
     recorder.write(processes, 1)
     pulse, console = Pulse(run, silence_s=180), Console(run, None)
     assert pulse.state() == "running"
     for path in (run.status, run.processes):
-        spoil(path)
-    assert read_status(run) == Status() and read_record(run) is None
+        UNREADABLE["half"](path)
     assert pulse.state() == "running"
     console.refresh()
 
