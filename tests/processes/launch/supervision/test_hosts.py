@@ -237,7 +237,7 @@ def test_a_node_that_falls_silent_is_lost(capsys, tmp_path, second, continues):
     """The run continues without it if only engines were on it, and other engines are left. Engine 1 may have a part on
     each node."""
     channel = Fixed(NodeHello("n1", [], 0, 1, "m"), NodeHello("n2", [], 0, 1, "m"))
-    nodes = Nodes(channel, 1.0)
+    nodes = Nodes(channel, 0.3)
     nodes.gather(["n1", "n2"], 5)
     for name in ("controller", "trainer-0", "engine-0", "engine-1", "engine-1.1"):
         if name == "engine-1.1" and name not in second:
@@ -245,8 +245,8 @@ def test_a_node_that_falls_silent_is_lost(capsys, tmp_path, second, continues):
         start(nodes, tmp_path, "", name, node="n2" if name in second else "n1")
 
     def refresh_for_a_while():
-        for _ in range(15):
-            time.sleep(0.1)
+        for _ in range(15):  # each counts as a sixth of the silence at most
+            time.sleep(0.05)
             channel.events = [Alive("n1")]
             nodes.refresh()
 

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import msgspec
@@ -205,8 +206,9 @@ def test_one_whose_holder_was_killed_here_is_taken_over_at_once(run, starts):
 
 
 def test_the_processes_of_one_that_was_killed_end_first(run, starts):
-    with subprocess.Popen(["sleep", "4"]) as guardian:
+    with subprocess.Popen(["sleep", "1000"]) as guardian:
         starts(guardian=guardian.pid).kill()
+        threading.Timer(1.5, guardian.kill).start()
         number, waited = taken(run)
         assert number == 2 and waited > 1 and psutil.Process(guardian.pid).status() == psutil.STATUS_ZOMBIE
 
