@@ -6,9 +6,6 @@ import re
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
-from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
-from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from areal_megatron.config import ConfigError, RolloutConfig, ServedModelConfig, passed_through
 from areal_megatron.engine import server, vllm_options
@@ -25,6 +22,10 @@ OWNED = [name for group in passed_through.VLLM_OWNED for name in group.names]
 
 @pytest.fixture(scope="module")
 def parser():
+    # two seconds, which only the worker with these tests pays
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
     return make_arg_parser(FlexibleArgumentParser())
 
 
@@ -41,6 +42,8 @@ def read(parser, config):
 
 
 def test_vllm_reads_every_kind_of_value(parser, made):
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
     given = {
         "kv_cache_dtype": "fp8",
         "enable_prefix_caching": False,
