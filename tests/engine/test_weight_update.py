@@ -403,7 +403,7 @@ def test_what_an_engine_prefills_again_is_what_it_computes_besides_prompts_and_a
             await server.begin(client)
         await server.update(client, server.version + 1, clear_cache=True)  # tells of the tests before
         before, tried, all_told = await figures(client), 0, 0
-        for length in (300, 1200, 4800):  # machines differ
+        for length in (150, 600, 4800):  # machines differ
             outlasts, told = await through_updates(client, length)
             tried, all_told = tried + 1, all_told + sum(told)
             if outlasts:
