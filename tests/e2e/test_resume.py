@@ -164,7 +164,7 @@ def test_a_run_that_is_killed_and_stopped_goes_on(local_run, world, tmp_path):
     # Those that were admitted first are trained first: this many updates reach the interrupted ones behind all others.
     before = kept_state.schedule.finished + kept_state.schedule.interrupted
     last = len(trained(run)) + len(before) // 8 + 3
-    settings += ["checkpoint.every=1", "trainer.tp=2", "machine.slots=3"]
+    settings += ["checkpoint.every=1"]
     again = local_run("killed", *settings, f"updates={last}")
     assert again.wait() == 0, again.output
     assert f"{last} of {last} updates done" in again.output
