@@ -309,7 +309,7 @@ def test_a_heterogeneous_job_that_is_cancelled_leaves_nothing(cluster, submit, t
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        ({"trainer.pp": 4}, ["pools need 6 slots", "4 on 4 nodes"]),
+        ({"trainer.pp": 4}, ["pools need 6 slots", "2 on 2 nodes"]),
         ({"optimiser.lr": 1}, ["optimiser", "optimizer"]),
         ({"model.path": "/nowhere"}, ["model.path", "/nowhere"]),
         ({"machine.host": "ib7"}, ["machine.host", "ib7", "lo"]),
@@ -320,7 +320,7 @@ def test_a_heterogeneous_job_that_is_cancelled_leaves_nothing(cluster, submit, t
     ],
 )
 def test_wrong_input_ends_the_job_at_once(cluster, submit, world, tmp_path, overrides, words):
-    job = submit(*tiny(world, tmp_path, **overrides))
+    job = submit(*tiny(world, tmp_path, **overrides), options=["--nodes=2"])
     assert cluster.wait(job) == "FAILED"
     last = [line for line in cluster.output(job).splitlines() if line.startswith("error: ")]
     assert len(last) == 1 and all(word in last[0] for word in words), cluster.output(job)
