@@ -29,7 +29,7 @@ from areal_megatron.reshard.session import LinkRef, init_body
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 from areal_megatron.run.folder import RunFolder
 from tests.support.adapter_oracle import DENSE, adapt, megatron_factors, random_adapter, vllm_factors
-from tests.support.engines import tied
+from tests.support.engines import cores_of_part, tied
 from tests.support.link_store import open_store
 from tests.support.reshard_oracle import expected_checksums, held_checksums, write_model
 from tests.support.version_oracle import recomputed, with_stale_cache
@@ -74,7 +74,7 @@ class Server:
         self.config = load(self.run.config)
         self.process = tied(
             [sys.executable, "-m", "areal_megatron.engine.server", "--run", self.run.folder, "--index", "0"],
-            {"OMP_NUM_THREADS": "1"},
+            {"AREAL_CPUS": cores_of_part(0, tp)},
             stdout=self.run.log("engine-0").open("wb"),
             stderr=subprocess.STDOUT,
         )

@@ -34,7 +34,7 @@ from areal_megatron.reshard.session import LinkRef, init_body
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 from areal_megatron.run.folder import RunFolder
 from areal_megatron.run.network import Site
-from tests.support.engines import tied
+from tests.support.engines import cores_of_part, tied
 from tests.support.link_store import open_store
 from tests.support.reshard_oracle import expected_checksums, held_checksums, megatron_shard, write_model
 from tests.support.soaking import with_soaked
@@ -140,7 +140,8 @@ class Server:
         self.processes = [
             tied(
                 [sys.executable, "-m", "areal_megatron.engine.server", "--run", self.run.folder, "--index", "0"],
-                {"OMP_NUM_THREADS": "1", "AREAL_PART": f"{part}/{parts}", "AREAL_RENDEZVOUS": "here"}
+                {"AREAL_CPUS": cores_of_part(part, engine.tp // parts)}
+                | {"AREAL_PART": f"{part}/{parts}", "AREAL_RENDEZVOUS": "here"}
                 | (Site(site, 0, site).settings if site else {}),
                 stdout=self.run.log(f"engine-0.{part}" if part else "engine-0").open("wb"),
                 stderr=subprocess.STDOUT,

@@ -51,6 +51,16 @@ def lengthened(world, folder):
     return folder
 
 
+def cores_of_part(part, ranks):
+    """AREAL_CPUS of a part of an engine, as launchers give it: a core for each of its ranks.
+
+    Without it each rank has as many threads as the machine has cores. On a busy machine every product then waits for
+    one that has no core.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    return ",".join(str(cores[rank % len(cores)]) for rank in range(part * ranks, (part + 1) * ranks))
+
+
 def tied(command, environment=None, **options):
     """Starts a process, in a session of its own, that sees the end of this one, whatever that was, as it would see its
     launcher's."""
