@@ -100,7 +100,7 @@ def check_layouts(folder: Path, rank: int, cases: dict[str, list]) -> None:
     """Checks everything that must not depend on the parallel layout. cases: run folder → model, layout."""
     for run, (model, trainer) in cases.items():
         with open_trainer(folder, rank, make_config(folder, model, trainer), run) as subject:
-            if model == "qwen3_balanced":
+            if model.startswith("qwen3_balanced"):
                 reference = load_oracle(folder / model)
                 check_logits(subject, plain_logits(reference))
                 check_balance(subject, reference)
@@ -238,7 +238,7 @@ def check_algorithms(folder: Path, rank: int, cases: dict[str, dict], layout: di
         ppo = PPOConfig(**{"minibatches": 2, "clip_low": 0.1, "clip_high": 0.25, "correction": correction, **settings})
         if ppo.penalty.kl_folder:
             ppo = replace(ppo, penalty=replace(ppo.penalty, kl_model=str(folder / ppo.penalty.kl_model)))
-        config = make_config(folder, "qwen3", layout, ppo=ppo)
+        config = make_config(folder, "qwen3-short", layout, ppo=ppo)
         with open_trainer(folder, rank, config, run) as subject:
             expected = plain_update(subject)
             MiniBatch(subject, *minibatch(ppo.algorithm)).forward_backward(100)
@@ -506,7 +506,7 @@ def check_recompute(folder: Path, rank: int) -> None:
 def check_variants(folder: Path, rank: int) -> None:
     """Recomputation changes nothing, naive PPO and sequence weighting follow the formula, half precision works."""
     weights = {}
-    for model, recompute in product(("qwen3", "qwen3_moe"), ("none", "full")):
+    for model, recompute in product(("qwen3-short", "qwen3_moe-short"), ("none", "full")):
         with open_trainer(folder, rank, make_config(folder, model, {"recompute": recompute})) as subject:
             train_once(subject)
             weights[model, recompute] = subject.parameters()
@@ -515,14 +515,14 @@ def check_variants(folder: Path, rank: int) -> None:
             torch.testing.assert_close(changed[name], value, atol=1e-7, rtol=0)
 
     settings = PPOConfig(minibatches=2, objective="naive", algorithm="ppo_sequence")
-    config = make_config(folder, "llama", {}, ppo=settings)
+    config = make_config(folder, "llama-short", {}, ppo=settings)
     with open_trainer(folder, rank, config) as subject:
-        reference = load_oracle(folder / "llama")
+        reference = load_oracle(folder / "llama-short")
         trajectories, plan = train_once(subject)
         oracle.Learner(reference, config).ppo_update(trajectories, plan)
         assert_parameters(subject, reference.state_dict(), atol=3e-5)
 
-    for model, dtype in product(("qwen2", "qwen3_moe"), ("bfloat16", "float16")):
+    for model, dtype in product(("qwen2-short", "qwen3_moe-short"), ("bfloat16", "float16")):
         config = make_config(folder, model, {}, dtype=dtype)
         with open_trainer(folder, rank, config) as subject:
             assert {value.dtype for value in subject.parameters().values()} == {getattr(torch, dtype)}
