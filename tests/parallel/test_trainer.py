@@ -41,13 +41,13 @@ CASES = {
     "gated-delta-nets-of-other-cases": [("qwen3_next", {}), ("qwen3_next", {"recompute": "full"}), ("qwen3_5", {})],
     "gated-delta-nets-on-2-ranks": [
         ("qwen3_next", {"tp": 2, "recompute": "mlp"}),
-        ("qwen3_next", {"pp": 2, "vpp": 2}),
         ("qwen3_5", {"cp": 2, "recompute": "full"}),
     ],
     "gated-delta-nets-and-the-rest": [
         ("qwen3_next", {"tp": 2, "etp": 1, "recompute": "full", "recompute_layers": 1}),
         ("qwen3_next", {"dp": 2, "ep": 2, "recompute": "elementwise"}),
         ("qwen3_5", {"tp": 2}),
+        ("qwen3_next", {"pp": 2, "vpp": 2}),
         ("qwen3_next", {"cp": 2}),
         ("qwen3_5", {"pp": 2, "vpp": 2, "recompute": "mlp"}),
     ],
@@ -126,8 +126,9 @@ SOAKED = (
     "slices-of-experts-on-4-ranks",
 )
 """Layouts that other cases have, on 4 ranks or each part of them beside another part: virtual stages are among those of
-experts, stages beside context parallelism in PROMPTS, and full recomputation is that of latents. Each family, on one
-rank or on two, and its shards in test_convert.py, are tested always."""
+experts, stages of gated delta nets in test_adapter.py, stages beside context parallelism in PROMPTS, and full
+recomputation is that of latents. Each family, on one rank or on two, and its shards in test_convert.py, are tested
+always."""
 
 DEEP = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_deep")
 """Models with gated delta nets have attention in the fourth layer only."""
