@@ -52,23 +52,12 @@ def test_the_python_of_the_pool_is_asked():
     assert line.startswith("rollout.vllm: cannot be checked before") and line.endswith(": exit code 1")
 
 
-NAMED = {
-    "attention": (
-        "fa3",
-        "trainer.attention: fa3 cannot be used: flash_attn_interface is missing; trainer.attention=auto can",
-    ),
-    "expert_dispatch": (
-        "flex",
-        "trainer.expert_dispatch: flex needs DeepEP, and deep_ep is missing; install it, or leave the key out",
-    ),
-}
-
-
-@pytest.mark.parametrize("key", NAMED)
-def test_a_kernel_that_the_trainers_packages_lack_is_refused_before_they_start(key):
+def test_a_kernel_that_the_trainers_packages_lack_is_refused_before_they_start():
+    """By the process that is asked; tests/unit/trainer/test_megatron_fields.py has what it refuses."""
     asked = config("cuda")
-    setattr(asked.trainer, key, NAMED[key][0])
-    with pytest.raises(ConfigError, match=f"^{re.escape(NAMED[key][1])}$"):
+    asked.trainer.attention = "fa3"
+    message = "trainer.attention: fa3 cannot be used: flash_attn_interface is missing; trainer.attention=auto can"
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
         check_options(asked, {"trainer": [sys.executable]})
 
 
@@ -93,7 +82,8 @@ def test_packages_for_cpus_say_nothing_of_kernels(monkeypatch):
     asked = config("cuda")
     asked.trainer.attention, asked.trainer.expert_dispatch = "fa3", "flex"
     assert check_options(asked, {}) == [
-        f"trainer.{key}: cannot be checked before the processes start: packages here are for CPUs" for key in NAMED
+        f"trainer.{key}: cannot be checked before the processes start: packages here are for CPUs"
+        for key in ("attention", "expert_dispatch")
     ]
     asked.trainer.attention, asked.trainer.expert_dispatch = "fa2", "alltoall"  # torch brings both
     assert check_options(asked, {}) == []

@@ -68,6 +68,20 @@ def config_of(folder, **fields):
     )
 
 
+@pytest.mark.parametrize(
+    ("kernel", "problem"),
+    [
+        ({"attention": "fa3"}, r"^trainer\.attention: fa3 cannot be used: flash_attn_interface is missing"),
+        ({"expert_dispatch": "flex"}, r"^trainer\.expert_dispatch: flex needs DeepEP, and deep_ep is missing; install"),
+    ],
+)
+def test_a_kernel_that_is_missing_is_refused(tmp_path, kernel, problem):
+    config = config_of(tmp_path)
+    config.machine.device, config.trainer = "cuda", TrainerConfig(**kernel)
+    with pytest.raises(ConfigError, match=problem):
+        check_fields.check(config)
+
+
 @pytest.mark.parametrize("model", ["qwen3", "qwen3_moe", "glm4_moe"])
 def test_a_rate_of_biases_that_no_router_has_is_refused(tmp_path, model):
     save_model(model, tmp_path)
