@@ -9,7 +9,9 @@ import difflib
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import is_dataclass
+from functools import cache
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, cast
@@ -52,7 +54,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     in the file, a value of the wrong type or out of range, and keys that contradict each other.
     """
     path = Path(path)
-    given, places, passed = OmegaConf.structured(Config), {}, {section: {} for section in _PASSED_THROUGH}
+    given, places, passed = deepcopy(_defaults()), {}, {section: {} for section in _PASSED_THROUGH}
     for key, node, place in [*_read_file(path), *(_read_override(text) for text in overrides)]:
         if found := _passed_through(key):
             section, option = found
@@ -84,6 +86,12 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     decide_defaults(config, given=places)
     check(config, lambda key: f"{places.get(key, path)}: {key}")
     return config
+
+
+@cache
+def _defaults() -> DictConfig:
+    """What every load begins with, in a copy: made anew it takes four fifths of the time of a load."""
+    return OmegaConf.structured(Config)
 
 
 def load_run(folder: Path) -> Config:
