@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
 from math import prod
+from operator import sub
 from typing import Any
 
 from areal_megatron.models.pattern import name_at, numbers
@@ -34,11 +35,11 @@ class Box:
 
     @property
     def shape(self) -> Shape:
-        return tuple(stop - start for start, stop in zip(self.start, self.stop, strict=True))
+        return tuple(map(sub, self.stop, self.start))
 
     @property
     def size(self) -> int:
-        return prod(self.shape)
+        return prod(map(sub, self.stop, self.start))
 
     @property
     def slices(self) -> tuple[slice, ...]:
@@ -144,9 +145,11 @@ class Piece:
 
     def narrow(self, box: Box) -> Piece:
         """Returns the part of this piece that holds the canonical `box`, which must be inside it."""
+        if box is self.box:
+            return self
         offset = [local - self.box.start[axis] for local, axis in zip(self.local.start, self.axes, strict=True)]
-        start = tuple(box.start[axis] + by for axis, by in zip(self.axes, offset, strict=True))
-        stop = tuple(box.stop[axis] + by for axis, by in zip(self.axes, offset, strict=True))
+        start = tuple([box.start[axis] + by for axis, by in zip(self.axes, offset, strict=True)])
+        stop = tuple([box.stop[axis] + by for axis, by in zip(self.axes, offset, strict=True)])
         return Piece(self.parameter, Box(start, stop), self.tensor, box, self.axes)
 
     def views(self, parameters: Mapping[str, Any]) -> Iterator[Any]:
@@ -157,8 +160,10 @@ class Piece:
         named = numbers(self.parameter)
         inner, region = self.axes[named:], self.local.slices[named:]
         order = [inner.index(axis) for axis in sorted(inner)]
+        in_order = order == sorted(order)
         for number in product(*map(range, self.local.start[:named], self.local.stop[:named])):
-            yield parameters[name_at(self.parameter, number)][region].permute(order)
+            view = parameters[name_at(self.parameter, number)][region]
+            yield view if in_order else view.permute(order)
 
     def tensors(self, parameters: Mapping[str, Any]) -> Iterator[tuple[str, tuple[slice, ...], Any]]:
         """Yields (canonical name, region of that tensor, view of it in the local parameters) for each tensor."""

@@ -16,14 +16,16 @@ Copies = tuple[list[Tensor], list[Tensor]] | tuple[list[np.ndarray], list[np.nda
 
 def bind(pieces: Iterable, parameters: Mapping[str, Tensor], flat: Tensor) -> Copies:
     """Returns views of `pieces` in their parameters, and of their places in the message `flat`, one after another."""
-    held, packed, offset = [], [], 0
-    for piece in pieces:
-        views = list(piece.views(parameters))
-        held += views
-        packed += flat[offset : offset + piece.box.size].view(len(views), *views[0].shape).unbind()
-        offset += piece.box.size
+    views = [list(piece.views(parameters)) for piece in pieces]
+    held, packed, offset = [view for own in views for view in own], [], 0
     if flat.device.type == "cpu" and all(view.dtype == flat.dtype for view in held):
-        return [_array(view) for view in held], [_array(place) for place in packed]
+        held, message = [_array(view) for view in held], _array(flat)
+    else:
+        message = flat
+    for own in views:
+        size = len(own) * own[0].numel()
+        packed.extend(message[offset : offset + size].reshape(len(own), *own[0].shape))
+        offset += size
     return held, packed
 
 
@@ -50,10 +52,10 @@ def settle(device: torch.device) -> None:
         torch.get_device_module(device).current_stream(device).synchronize()
 
 
-@torch.no_grad()
 def _copy(targets: list, sources: list) -> None:
     if targets and isinstance(targets[0], np.ndarray):
         for target, source in zip(targets, sources, strict=True):
             np.copyto(target, source)  # memcpy, which may go past the caches (orders.py); torch's copy does not
     else:
-        torch._foreach_copy_(targets, sources)
+        with torch.no_grad():
+            torch._foreach_copy_(targets, sources)

@@ -67,6 +67,8 @@ class Need:
     """Number of a shard → its piece, of the whole box from which this one is cut."""
 
     def narrow(self, box: Box) -> Need:
+        if box is self.receive.box:
+            return self
         return Need(self.destination, self.receive.narrow(box), self.holders)
 
 
@@ -80,6 +82,8 @@ class Transfer:
     receive: Piece
 
     def narrow(self, box: Box) -> Transfer:
+        if box is self.receive.box:
+            return self
         return Transfer(self.source, self.send.narrow(box), self.destination, self.receive.narrow(box))
 
 

@@ -19,7 +19,7 @@ from areal_megatron.reshard.session import LinkInfo, LinkRef
 from areal_megatron.reshard.staging import Full, Shard, Streamed
 from areal_megatron.reshard.trainer_layout import MegatronSizes
 from tests.support.link_store import open_store
-from tests.support.reshard_oracle import megatron_shard, vllm_parameters
+from tests.support.reshard_oracle import megatron_shards, vllm_parameters
 
 BUCKET = 4000
 """Elements of a message: dozens of them for each engine rank."""
@@ -55,13 +55,12 @@ class Pools:
         self.planner = Planner(config, self.sizes, EngineSizes(tp=tp), BUCKET)
         self._link, self._timeout_s = link, timeout_s
         self._may_send_changes = may_send_changes and update != "full"
-        shards = [megatron_shard(tensors, config, self.sizes, rank) for rank in range(self.sizes.ranks)]
         self._sent = sent = [
             {
                 name: t.to(device, torch.float32 if name.endswith("expert_bias") else dtype, copy=True)
                 for name, t in held.items()
             }
-            for held in shards
+            for held in megatron_shards(tensors, config, self.sizes)
         ]
         self.publishers = [
             Publisher(
@@ -129,8 +128,8 @@ class Pools:
         for publisher in self.publishers:
             publisher.wait_until_read()
         self.tensors = tensors
-        for rank, held in enumerate(self._sent):
-            for name, tensor in megatron_shard(tensors, self.config, self.sizes, rank).items():
+        for held, trained in zip(self._sent, megatron_shards(tensors, self.config, self.sizes), strict=True):
+            for name, tensor in trained.items():
                 held[name].copy_(tensor)
 
     def publish(self, version, generation=1, few_changes=False):

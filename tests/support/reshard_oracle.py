@@ -290,6 +290,13 @@ def megatron_shard(tensors, config, sizes, rank):
     )
 
 
+def megatron_shards(tensors, config, sizes):
+    """The same of all ranks; those that stand in the same place but for data and context parallelism share theirs."""
+    place = [sizes.coordinates(rank)._replace(cp=0, dp=0, edp=0) for rank in range(sizes.ranks)]
+    held = {at: megatron_shard(tensors, config, sizes, place.index(at)) for at in place}
+    return [held[at] for at in place]
+
+
 def vllm_parameters(tensors, config, *, tp, rank, dp=1, expert_parallel=False):
     """model.named_parameters() of one worker of an engine; the vocabulary's padding is zero."""
     held, ranks, worker = {}, tp * dp, rank

@@ -21,7 +21,7 @@ from areal_megatron.reshard.published import Choice, Cost, HostMemory, Kept, Pub
 from areal_megatron.reshard.session import FEW_CHANGES, looking_bytes
 from areal_megatron.reshard.transport import Link
 from tests.support.links import Pools
-from tests.support.reshard_oracle import MODELS, megatron_shard, vllm_parameters, write_model
+from tests.support.reshard_oracle import MODELS, megatron_shards, vllm_parameters, write_model
 from tests.unit.reshard.test_layouts import PLANS, ids
 
 
@@ -70,7 +70,7 @@ def stepped(tensors, share, seed):
 def test_changes_of_every_layout_are_those_of_whole_messages(models, name, sizes, engine):
     tensors, config = models[name]
     after = stepped(tensors, 0.05, seed=1)
-    sources = [[megatron_shard(t, config, sizes, rank) for rank in range(sizes.ranks)] for t in (tensors, after)]
+    sources = [megatron_shards(t, config, sizes) for t in (tensors, after)]
     expected = [vllm_parameters(after, config, rank=rank, **asdict(engine)) for rank in range(engine.ranks)]
     held = [vllm_parameters(tensors, config, rank=rank, **asdict(engine)) for rank in range(engine.ranks)]
     held = [{name: t.clone().contiguous() for name, t in rank.items()} for rank in held]
