@@ -36,7 +36,7 @@ docs: .venv/.test-packages
 	@$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r requirements-test.lock
 	@touch $@
 
-PYTEST := $(PY) -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not soak and not gpu"
+PYTEST := $(PY) -m pytest -n 4 --dist loadfile --no-loadscope-reorder -m "not soak and not gpu"
 unit: .venv/.test-packages
 	$(PYTEST) tests/unit
 
