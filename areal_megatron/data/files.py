@@ -6,6 +6,7 @@ Imports no torch.
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -195,7 +196,7 @@ def shares(found: Sequence[Source], members: Sequence[int]) -> list[tuple[int, i
 
 def _parts(text: str) -> list[tuple[str, str]]:
     """Returns (path, weight as it is written, or "") of each data set in the value of data.train or data.eval."""
-    if Path(text).exists():
+    if os.path.exists(text):  # Path.exists raises OSError for a list that is longer than a name may be
         return [(text, "")]
     return [_divided(part.strip()) for part in text.split(",")]
 

@@ -35,6 +35,11 @@ def test_sources_and_weights(text, expected):
     assert sources(text) == expected
 
 
+def test_a_list_of_files_may_be_longer_than_a_name():
+    names = [f"part-{number:05d}.jsonl" for number in range(1000)]
+    assert sources(",".join(names)) == [Source(name, None) for name in names]
+
+
 def test_a_file_with_commas_in_its_name_is_one_file(tmp_path):
     path = jsonl(tmp_path / "a,b:3", *ROWS)
     assert sources(str(path)) == [Source(str(path), None)]
