@@ -283,8 +283,11 @@ def _submodules(module: str, used: str, tree: ast.AST) -> list[str]:
 
 
 def _globals_of(code: types.CodeType) -> Iterator[str]:
-    """Yields the global names that code reads, also in functions within it."""
+    """Yields the global names that code reads, also in functions and classes within it."""
     for each in _codes(code):
+        own = {"__name__", "__annotations__"}  # what the body of a class has set by then, or has from its module
         for step in dis.get_instructions(each):
-            if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            if step.opname == "STORE_NAME":
+                own.add(step.argval)
+            elif step.opname == "LOAD_GLOBAL" or (step.opname == "LOAD_NAME" and step.argval not in own):
                 yield step.argval

@@ -130,6 +130,36 @@ def test_a_default_takes_what_is_around_a_function(tmp_path):
         import_path(around(), tmp_path)
 
 
+CLASS = """
+base: int = 2
+limit = object()
+
+def score():
+    class Box:
+        base = base
+        limit = 3
+        double: int = base * limit
+
+        @property
+        def value(self):
+            return self.double + 1
+
+        @value.setter
+        def value(self, given):
+            self.double = given
+    box = Box()
+    box.value = box.value * 5
+    return box.base, box.double, box.value
+"""
+
+
+def test_a_class_in_a_function_travels_with_what_its_body_does_not_set(tmp_path):
+    path, folder = import_path(cell(CLASS)["score"], tmp_path)
+    score = elsewhere(path, folder)
+    assert score() == (2, 35, 36) and score.__globals__["base"] == 2
+    assert "limit" not in score.__globals__ and score.__globals__["__name__"] == path.split(":")[0]
+
+
 def test_functions_that_call_each_other_travel(tmp_path):
     text = "def even(n):\n    return n == 0 or odd(n - 1)\n\ndef odd(n):\n    return n > 0 and even(n - 1)\n"
     path, folder = import_path(cell(text)["even"], tmp_path)
