@@ -15,6 +15,7 @@ import numpy as np
 from areal_megatron.config import ConfigError
 from areal_megatron.config.fields import PPOConfig
 from areal_megatron.config.rules import check_field
+from areal_megatron.data.formats import Chat, check_messages
 from areal_megatron.protocol import GivePrompt
 
 LOSS_SETTINGS = ("objective", "clip_low", "clip_high", "dual_clip")
@@ -67,6 +68,22 @@ def check_text(value: str, where: str) -> None:
         value.encode()
     except UnicodeEncodeError as e:
         raise ConfigError(f"{where}: \\u{ord(value[e.start]):04x} is half of a character") from None
+
+
+def prompt(value: Any, where: str) -> str | Chat | np.ndarray:
+    """Returns a text, messages, or token ids, int32 [n]."""
+    if isinstance(value, Mapping):
+        raise ConfigError(f"{where}: is one message: a conversation is a list of them")
+    if isinstance(value, str):
+        check_text(value, where)
+        return value
+    if not (isinstance(value, list | tuple) and value and isinstance(value[0], Mapping)):
+        return tokens(value, where)
+    messages = [dict(message) if isinstance(message, Mapping) else message for message in value]
+    check_messages(messages, "messages", where)
+    for message in messages:
+        check_text(message["role"] + message["content"], where)
+    return messages
 
 
 def number(value: Any, name: str, low: float, high: float = math.inf) -> float:

@@ -433,14 +433,8 @@ class Policy:
     def _all_tokens(self, prompts: Sequence[Prompt], what: str) -> list[list[int]]:
         found = []
         for place, prompt in enumerate(given.several(prompts, f"{what}s", dict)):
-            if isinstance(prompt, Mapping):
-                raise ConfigError(f"{what} {place}: is one message: a conversation is a list of them")
-            if isinstance(prompt, str):
-                given.check_text(prompt, f"{what} {place}")
-            if isinstance(prompt, str) or (np.ndim(prompt) == 1 and len(prompt) and isinstance(prompt[0], Mapping)):
-                [tokens] = self.tokenizer.prompts([cast(str | Chat, prompt)])
-            else:
-                tokens = given.tokens(prompt, f"{what} {place}").tolist()
+            taken = given.prompt(prompt, f"{what} {place}")
+            tokens = taken.tolist() if isinstance(taken, np.ndarray) else self.tokenizer.prompts([taken])[0]
             if not tokens:
                 raise ConfigError(f"{what} {place} has no tokens")
             found.append(tokens)

@@ -1,10 +1,12 @@
 """What a program gives to areal.Policy: what is taken, as what, and what is refused in one line."""
 
+from types import MappingProxyType
+
 import numpy as np
 import pytest
 
 from areal_megatron.api import given
-from areal_megatron.api.policy import Response
+from areal_megatron.api.policy import Policy, Response
 from areal_megatron.config import ConfigError
 
 SETTINGS = {
@@ -49,6 +51,47 @@ def test_what_is_no_sequence_of_whole_numbers_is_refused_as_tokens(value):
 @pytest.mark.parametrize("value", [[-1], np.array([2**32 + 5])])
 def test_tokens_are_not_wrapped(value):
     refused("which is no token id", lambda: given.tokens(value, "tokens"))
+
+
+CHAT = [{"role": "system", "content": "é"}, {"role": "user", "content": "1+1="}]
+
+
+@pytest.mark.parametrize(
+    ("value", "taken"),
+    [
+        ("1+1=", "1+1="),
+        (CHAT, CHAT),
+        (tuple(map(MappingProxyType, CHAT)), CHAT),
+        ([{"role": "user", "content": "", "tool_calls": []}], [{"role": "user", "content": "", "tool_calls": []}]),
+    ],
+)
+def test_a_prompt_is_a_text_or_messages(value, taken):
+    assert given.prompt(value, "prompt 0") == taken
+
+
+def test_a_prompt_may_be_tokens():
+    assert given.prompt(np.array([3, 4]), "prompt 0").tolist() == given.prompt((3, 4), "prompt 0").tolist() == [3, 4]
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        (CHAT[0], "is one message: a conversation is a list of them$"),
+        ([[1, 2, 3], [4]], "must be token ids"),
+        (["a", ["b"]], "must be token ids"),
+        ([3, CHAT[0]], "must be token ids"),
+        ([CHAT[0], "1+1="], "message 2 of 'messages' needs a text `role` and a text `content`$"),
+        ([{"role": "user"}], "message 1 of 'messages' needs"),
+        ([{"content": "1+1="}], "message 1 of 'messages' needs"),
+        ([{"role": "user", "content": None}], "message 1 of 'messages' needs"),
+        ([{"role": "user", "content": [{"type": "text", "text": "1"}]}], "message 1 of 'messages' needs"),
+        ([CHAT[0], {"role": "user", "content": "1\ud800"}], r"\\ud800 is half of a character$"),
+        ("1\ud800", r"\\ud800 is half of a character$"),
+    ],
+)
+def test_what_is_no_prompt_is_refused_before_it_is_rendered(value, problem):
+    policy = object.__new__(Policy)  # it refuses before it needs a run
+    refused(f"^prompt 1: {problem}", lambda: policy._all_tokens([[1], value], "prompt"))
 
 
 @pytest.mark.parametrize(
