@@ -429,6 +429,8 @@ def _cases(tests: Any, name: str, where: str) -> list[dict[str, Any]]:
         raise ConfigError(f"{where}: field {name!r} is no list of tests")
     if not all("input" in case and "output" in case for case in tests):
         raise ConfigError(f"{where}: a test of field {name!r} lacks its input or its output")
+    if not all(isinstance(case.get(key) or "", str) for case in tests for key in ("testtype", "type", "fn_name")):
+        raise ConfigError(f"{where}: a test of field {name!r} has a type or fn_name that is no text")
     return tests
 
 

@@ -242,6 +242,10 @@ def test_prompts_as_they_stand_may_be_messages_and_answers_json():
     assert read_item({"prompt": "a", "answer": 2.5}, "x:1", [0]).answer == "2.5"
 
 
+CALLED = {"type": "function_call", "fn_name": "f", "input": [2], "output": [4]}
+NO_TEXT = "a test of field 'tests' has a type or fn_name that is no text"
+
+
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
@@ -298,6 +302,8 @@ def test_prompts_as_they_stand_may_be_messages_and_answers_json():
         (CALLS_ROW | {"metadata": "[]"}, "func_name"),
         (CALLS_ROW | {"starter_code": ""}, "field 'starter_code' is empty"),
         (CALLS_ROW | {"public_test_cases": json.dumps([CALLS[0] | {"output": "no json"}])}, "need JSON values"),
+        *(({"problem": "p", "tests": [CALLED | {name: ["f"]}]}, NO_TEXT) for name in ("type", "testtype", "fn_name")),
+        ({"problem": "p", "tests": [CALLED | {"type": 7}]}, NO_TEXT),
     ],
 )
 def test_rows_without_sense_are_named(row, problem):
