@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import math
 import os
 import signal
 import sys
@@ -128,8 +129,8 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         direction.add_argument("--parent", type=int, help=argparse.SUPPRESS)  # end when this process ends
         direction.add_argument("--verify", action="store_true", help="read the result back and compare every tensor")
     options = parser.parse_args(arguments)
-    if options.shard_gb <= 0:
-        parser.error(f"--shard-gb: {options.shard_gb} is not above 0")
+    if not 0 < options.shard_gb * 2**30 < math.inf:
+        parser.error(f"--shard-gb: must be a finite number above 0, is {options.shard_gb}")
     return options
 
 

@@ -178,6 +178,14 @@ def test_missing_tensors_and_parts_are_named(checkpoint, tmp_path, capsys):
     assert f"has no tensor {FC2}" in refused(capsys, tmp_path, "to-hf", checkpoint, tmp_path / "out")
 
 
+@pytest.mark.parametrize("size", ["0", "nan", "inf", "1e300"])
+def test_what_no_file_can_be_large_is_refused(tmp_path, capsys, size):
+    with pytest.raises(SystemExit, match=r"^2$"):
+        convert.main(["from-hf", str(tmp_path), str(tmp_path / "out"), "--shard-gb", size])
+    message = capsys.readouterr().err
+    assert "--shard-gb: must be a finite number above 0, is" in message and message.count("\n") == 1
+
+
 class Evil:
     def __reduce__(self):
         return os.mkdir, ("evil",)
