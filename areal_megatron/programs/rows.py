@@ -34,7 +34,7 @@ from areal_megatron.reward.answers import problem_with_answers
 from areal_megatron.reward.function import RewardFunction, load_function, scored, takes_row
 from areal_megatron.reward.math import right_answers
 from areal_megatron.reward.trial import try_rewards
-from areal_megatron.run.arguments import Parser
+from areal_megatron.run.arguments import Parser, count
 
 _LONGEST = 2000
 """Characters of a text that are shown."""
@@ -148,7 +148,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = Parser("areal_megatron.programs.rows", __doc__)
     parser.add_config()
     parser.add_argument("--eval", action="store_true", help="of data.eval")
-    parser.add_argument("--rows", type=int, default=3, metavar="N", help="rows; default 3")
+    parser.add_argument("--rows", type=count, default=3, metavar="N", help="rows; default 3")
     options = parser.parse_intermixed_args(arguments)
     key = "eval" if options.eval else "train"
     try:

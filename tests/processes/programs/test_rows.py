@@ -41,6 +41,14 @@ def test_prompts_answers_rewards_and_what_is_left_out(show):
     assert "2 rows are left out:" in show([GOOD, bad, bad], "data.unusable_rows=skip")[1]
 
 
+def test_no_number_of_rows_is_below_0(show, capsys):
+    code, out, _ = show([GOOD], "--rows", "0")
+    assert code == 0 and "data.jsonl:1: " not in out and "1 of 1 rows can be used" in out
+    with pytest.raises(SystemExit, match=r"^2$"):
+        show([GOOD, GOOD], "--rows", "-1")
+    assert "--rows: expected a whole number, at least 0, is '-1'" in capsys.readouterr().err
+
+
 def test_the_prompt_is_what_the_model_gets(show):
     _, out, _ = show([{"prompt": "1 + 1 = ", "answer": "2"}])
     assert "777 1 + 1 =  888" in out
