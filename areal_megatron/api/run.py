@@ -47,7 +47,7 @@ _POLL_S = 0.2
 _KEPT_LINES = 50
 """Lines of a program that an error may show."""
 _WRONG_INPUT, _STOPPED = 2, 75
-_STARTED = re.compile(r"^started (.+) for ", re.MULTILINE)
+_STARTED = re.compile(r"^started (.+?) for ", re.MULTILINE)
 """What `areal engines add` says once it has names for its engines."""
 _END_S = 60.0
 

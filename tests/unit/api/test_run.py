@@ -6,11 +6,12 @@ import sys
 from contextlib import suppress
 from operator import attrgetter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import areal_megatron as areal
-from areal_megatron.api.run import _Program
+from areal_megatron.api.run import RunEngines, _Program
 
 CONFIG = "configs/tiny_sft.yaml"
 
@@ -59,3 +60,10 @@ def test_a_program_goes_on_when_nobody_reads_its_lines(monkeypatch, kind):
         with suppress(OSError):
             out.close()
     assert "--restarts" in program.last_lines
+
+
+def test_engines_that_were_added_have_names_wherever_the_run_is():
+    said = "waiting\nstarted engine-1, engine-2 for /home/ada/notes for bob/runs/demo\nengine-1 for a while\n"
+    launcher = SimpleNamespace(last_lines=said, is_running=True)
+    added = RunEngines(Path("/home/ada/notes for bob/runs/demo"), lambda *_, **__: launcher).add("--count=2")
+    assert added.names == ["engine-1", "engine-2"]
