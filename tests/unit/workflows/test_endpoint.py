@@ -300,6 +300,7 @@ def test_only_the_key_of_a_running_episode_opens_it(tmp_path):
     world = World(tmp_path, workflow, lambda *_: "right", turns=10)
     asyncio.run(world.sample(n=2))
     assert world.episodes.failures == 0 and len({api.key for api in kept}) == 2 and len(world.client.calls) == 2
+    assert world.episodes.account()["refused_calls"] == 2 * 5
 
 
 def test_an_agent_that_goes_away_leaves_its_answered_calls(tmp_path):
@@ -349,8 +350,9 @@ def test_turns_and_tokens_that_are_used_up_are_told_to_the_agent(tmp_path):
 
     ended, _ = run(tmp_path, agent, lambda *_: "right", turns=2)
     assert ended.context.answers == 2 and ended.score.reward == 5
-    ended, _ = run(tmp_path, agent, lambda *_: "right", max_new_tokens=60)
+    ended, world = run(tmp_path, agent, lambda *_: "right", max_new_tokens=60)
     assert ended.score.truncated and ended.score.reward == -5 and len(ended.context.tokens) <= 60
+    assert world.episodes.account()["refused_calls"] == 0  # docs/agents.md: others are counted
     assert codes == [(400, "turns_exceeded"), (400, "context_length_exceeded")]
 
 
