@@ -30,6 +30,8 @@ from areal_megatron.workflows.episode import Api, Episode
 log = logging.getLogger(__name__)
 _LINE_BYTES = 1 << 20
 """A longer line ends the program."""
+_LOOK_S = 0.2
+"""How often it is looked whether the program has ended."""
 
 
 class ProgramError(RuntimeError):
@@ -95,7 +97,7 @@ class Program:
         assert process.stdin is not None and process.stdout is not None
         problem = ""
         try:
-            while line := await process.stdout.readline():
+            while line := await _line_of(process, process.stdout):
                 self._take(parse_json(line, exact=True))
         except ValueError as e:  # also a line that is too long
             problem = f", having written what is no answer: {printable(str(e), 300)}"
@@ -103,7 +105,8 @@ class Program:
                 process.kill()
         self._process = None  # first: the next episode starts another
         process.stdin.close()
-        code = await process.wait()
+        while (code := process.returncode) is None:  # wait() also waits for others that hold its output open
+            await asyncio.sleep(_LOOK_S)
         error = ProgramError(f"rollout.workflow_program ended with code {code}{problem}", problem != "" or code == 0)
         for ended in self._running.values():
             if not ended.done():
@@ -121,6 +124,17 @@ class Program:
             ended.set_exception(ProgramError(str(message["problem"])))
         else:
             ended.set_result(message["reward"])
+
+
+async def _line_of(process: asyncio.subprocess.Process, output: asyncio.StreamReader) -> bytes:
+    """Returns the next line, nothing at the end of the output or the process: its children may hold the output open."""
+    while True:
+        had_ended = process.returncode is not None
+        try:
+            return await asyncio.wait_for(output.readline(), _LOOK_S)
+        except TimeoutError:
+            if had_ended:  # a look ago, so that its last lines have been read
+                return b""
 
 
 _programs: dict[str, Program] = {}

@@ -1,7 +1,9 @@
 """Episodes in a process of another program: its rewards, its failures, and programs that cannot be started."""
 
 import asyncio
+import os
 import shlex
+import signal
 import sys
 import textwrap
 from pathlib import Path
@@ -99,6 +101,32 @@ def test_a_program_that_ends_is_started_again(tmp_path):
     assert (
         ended.score.failure.endswith("ProgramError: rollout.workflow_program ended with code 3") and after.score.correct
     )
+
+
+def test_a_program_whose_child_holds_its_output_open_ends_all_the_same(tmp_path):
+    program = """
+        import json, pathlib, subprocess, sys
+        child = subprocess.Popen(["sleep", "600"])
+        pathlib.Path(sys.argv[0]).with_name("children").open("a").write(f"{child.pid} ")
+        for line in sys.stdin:
+            message = json.loads(line)
+            if not message["row"]["says"]:
+                sys.exit(5)
+            print(json.dumps({"episode": message["episode"], "problem": message["row"]["says"]}), flush=True)
+    """
+
+    async def then(place):
+        try:
+            found = [await place.sample(says=""), await place.sample(says="heard")]
+            await place.program.close()
+            return [episode.score.failure.rpartition(": ")[2] for (episode,) in found]
+        finally:
+            for child in (tmp_path / "children").read_text().split():
+                os.kill(int(child), signal.SIGKILL)
+            await asyncio.sleep(0.5)  # asyncio then closes its own ends of the pipes
+
+    found = Place(tmp_path, textwrap.dedent(program)).run(then, timeout_s=30)
+    assert found == ["rollout.workflow_program ended with code 5", "heard"]
 
 
 @pytest.mark.parametrize("says", ["no JSON", '{"episode": 0}', "[]", '{"episode": "0", "reward": 1}', "x" * 2_000_000])
