@@ -5,6 +5,7 @@ prints otherwise has to go to stderr, into the controller's log. At the end of s
 
     it reads    {"episode": 7, "url": "http://127.0.0.1:…/v1", "key": "…", "turns": 30, "row": {…}}
                 {"cancel": 7}
+                (a row's bytes are base64 there, and NaN is null)
     it writes   {"episode": 7, "reward": 1.0}, where a list has one for each answer, and null leaves it to
                 reward.function; or {"episode": 7, "problem": "why the episode failed"}
 
@@ -22,6 +23,8 @@ import shlex
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
+
+import msgspec
 
 from areal_megatron.process.errors import printable
 from areal_megatron.run.json_input import parse_json
@@ -91,7 +94,7 @@ class Program:
     def _send(self, message: dict[str, Any]) -> None:
         with suppress(ConnectionError):  # it has ended, as the end of its output says
             if self._process and self._process.stdin:
-                self._process.stdin.write(json.dumps(message).encode() + b"\n")
+                self._process.stdin.write(msgspec.json.encode(message) + b"\n")
 
     async def _read(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdin is not None and process.stdout is not None

@@ -1,6 +1,8 @@
 """Episodes in a process of another program: its rewards, its failures, and programs that cannot be started."""
 
 import asyncio
+import datetime
+import math
 import os
 import shlex
 import signal
@@ -90,6 +92,19 @@ def test_what_it_says_of_an_episode(tmp_path):
     scored, failed, over = Place(tmp_path, AGENT, turns=3).run(then)
     assert scored.score.correct and failed.score.failure == "rows.jsonl:8: ProgramError: ValueError: broken"
     assert over.score.score == 0.25 and over.answers == 3
+
+
+def test_rows_arrive_as_json_whatever_they_hold(tmp_path):
+    program = """
+        import json, sys
+        for line in sys.stdin:
+            message = json.loads(line, parse_constant=lambda name: "no JSON")
+            print(json.dumps({"episode": message["episode"], "problem": str(message["row"])}), flush=True)
+    """
+    row = {"picture": b"ab", "share": math.nan, "day": datetime.date(2024, 2, 29)}
+    (found,) = Place(tmp_path, textwrap.dedent(program)).run(lambda place: place.sample(**row))
+    expected = {"does": "", "asks": "x", "picture": "YWI=", "share": None, "day": "2024-02-29"}
+    assert found.score.failure == f"rows.jsonl:8: ProgramError: {expected}"
 
 
 def test_a_program_that_ends_is_started_again(tmp_path):
