@@ -64,16 +64,15 @@ class Program:
         """Returns the program's reward. Raises ProgramError, and OSError if the program cannot be started."""
         async with episode.openai() as api:
             async with self._starting:
-                if self._process is None:
-                    await self._start(api)
+                process = self._process or await self._start(api)
             number = next(self._numbers)
             ended = self._running[number] = asyncio.get_running_loop().create_future()
             access = {"url": api.url, "key": api.key, "turns": episode.turns}
             try:
-                self._send({"episode": number, **access, "row": episode.prompt.row})
+                _send(process, {"episode": number, **access, "row": episode.prompt.row})
                 return await ended
             except asyncio.CancelledError:
-                self._send({"cancel": number})
+                _send(process, {"cancel": number})
                 raise
             finally:
                 del self._running[number]
@@ -84,17 +83,13 @@ class Program:
             self._process.kill()
             await self._reading
 
-    async def _start(self, api: Api) -> None:
+    async def _start(self, api: Api) -> asyncio.subprocess.Process:
         pipe = asyncio.subprocess.PIPE
-        self._process = await asyncio.create_subprocess_exec(
+        self._process = process = await asyncio.create_subprocess_exec(
             *self._command, stdin=pipe, stdout=pipe, env=api.environment_without_keys, limit=_LINE_BYTES
         )
-        self._reading = asyncio.ensure_future(self._read(self._process))
-
-    def _send(self, message: dict[str, Any]) -> None:
-        with suppress(ConnectionError):  # it has ended, as the end of its output says
-            if self._process and self._process.stdin:
-                self._process.stdin.write(msgspec.json.encode(message) + b"\n")
+        self._reading = asyncio.ensure_future(self._read(process))
+        return process
 
     async def _read(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdin is not None and process.stdout is not None
@@ -106,12 +101,12 @@ class Program:
             problem = f", having written what is no answer: {printable(str(e), 300)}"
             with suppress(ProcessLookupError):
                 process.kill()
-        self._process = None  # first: the next episode starts another
+        self._process, running = None, list(self._running.values())  # the next episode starts another
         process.stdin.close()
         while (code := process.returncode) is None:  # wait() also waits for others that hold its output open
             await asyncio.sleep(_LOOK_S)
         error = ProgramError(f"rollout.workflow_program ended with code {code}{problem}", problem != "" or code == 0)
-        for ended in self._running.values():
+        for ended in running:
             if not ended.done():
                 ended.set_exception(error)
 
@@ -127,6 +122,12 @@ class Program:
             ended.set_exception(ProgramError(str(message["problem"])))
         else:
             ended.set_result(message["reward"])
+
+
+def _send(process: asyncio.subprocess.Process, message: dict[str, Any]) -> None:
+    assert process.stdin is not None
+    with suppress(ConnectionError):  # it has ended, as the end of its output says
+        process.stdin.write(msgspec.json.encode(message) + b"\n")
 
 
 async def _line_of(process: asyncio.subprocess.Process, output: asyncio.StreamReader) -> bytes:

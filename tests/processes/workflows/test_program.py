@@ -118,6 +118,34 @@ def test_a_program_that_ends_is_started_again(tmp_path):
     )
 
 
+def test_a_program_that_is_ending_takes_no_episode_of_its_successor_with_it(tmp_path, caplog):
+    program = """
+        import json, os, pathlib, sys, time
+        place = pathlib.Path(sys.argv[0]).parent
+        ends = not (place / "closed").exists()
+        for line in sys.stdin:
+            if ends:
+                os.close(1)
+                (place / "closed").touch()
+                while not (place / "succeeded").exists():
+                    time.sleep(0.01)
+                os._exit(3)
+            if not (place / "succeeded").exists():
+                (place / "succeeded").touch()
+                time.sleep(1.5)  # meanwhile the other has ended
+            print(json.dumps({"episode": json.loads(line)["episode"], "problem": "heard"}), flush=True)
+    """
+
+    async def then(place):
+        first = asyncio.ensure_future(place.sample())
+        while not (tmp_path / "closed").exists() or place.program._process:
+            await asyncio.sleep(0.02)
+        await asyncio.gather(first, place.sample())
+
+    Place(tmp_path, textwrap.dedent(program)).run(then)
+    assert caplog.text.count("ended with code 3") == 1 and caplog.text.count("ProgramError: heard") > 1
+
+
 def test_a_program_whose_child_holds_its_output_open_ends_all_the_same(tmp_path):
     program = """
         import json, pathlib, subprocess, sys
