@@ -13,9 +13,10 @@ import os
 import signal
 import sys
 from collections import Counter
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +128,7 @@ class EpisodeWorkers:
             try:
                 return await worker.run(sampling, spec, scorer)
             finally:
-                self._counted["workflow_deaths"] += worker.ended.done()
+                self._counted["workflow_deaths"] += worker.ended
                 self._counted.update(worker.account)
                 self._apart.remove(worker)
                 await worker.kill()
@@ -143,7 +144,7 @@ class EpisodeWorkers:
         worker = await (self._started() if again else self._start())
         self._workers.append(worker)
         self._some.set()
-        worker.ended.add_done_callback(lambda _: self._replace(worker))
+        worker.on_end = partial(self._replace, worker)
 
     def _replace(self, worker: _Worker) -> None:
         self._workers.remove(worker)
@@ -224,8 +225,10 @@ class _Worker:
         self._numbers = itertools.count()
         self.running: dict[int, _Running] = {}
         self.account: dict[str, int] = {}
-        self.ended: asyncio.Future = asyncio.get_running_loop().create_future()
-        """Done when the process is gone."""
+        self.ended = False
+        """Whether the process is gone."""
+        self.on_end: Callable[[], None] = lambda: None
+        """Called then, at once."""
         self._reading: asyncio.Task | None = None
 
     @classmethod
@@ -300,7 +303,8 @@ class _Worker:
                     f", or held it up for rollout.workflow_timeout_s={self._limit_s:g} s: then a traceback in the log "
                     "says where; call blocking code with `await asyncio.to_thread(…)`"
                 )
-            self.ended.set_result(None)  # first: nobody is to come here again
+            self.ended = True
+            self.on_end()  # first: nobody is to come here again
             for running in self.running.values():
                 if not running.result.done():
                     running.result.set_exception(_WorkerDiedError(problem))

@@ -327,6 +327,21 @@ def test_workers_that_are_killed_while_idle_are_replaced(tmp_path, monkeypatch):
     assert all(len(one.samples) == 2 for one in found)
 
 
+def test_episodes_that_come_while_a_worker_ends_run_in_its_successor(tmp_path, monkeypatch):
+    async def then(pool):
+        (worker,), begun = pool.workers._workers, []
+        os.kill(worker._process.pid, signal.SIGKILL)
+        while worker._process.returncode is None:
+            await asyncio.sleep(0)
+        while not pool.workers.account()["workflow_deaths"]:  # in each turn of the loop until it is known to be gone
+            begun.append(asyncio.ensure_future(pool.sample(1)))
+            await asyncio.sleep(0)
+        return await asyncio.wait_for(asyncio.gather(*begun), 30)
+
+    found, _ = Pool(tmp_path, monkeypatch, "talk").run(then)
+    assert found and all(len(one.samples) == 2 for (one,) in found)
+
+
 def test_a_worker_that_is_starting_ends_with_the_others(tmp_path, monkeypatch):
     async def then(pool):
         [worker], before = pool.workers._workers, processes_of(os.getpid())
