@@ -36,6 +36,7 @@ from areal_megatron.hub import hub
 from areal_megatron.models.architecture import architecture, read_config
 from areal_megatron.models.dtypes import ITEMSIZE
 from areal_megatron.models.weight_files import ADAPTER
+from areal_megatron.observe.metrics import read_status
 from areal_megatron.process.errors import printable
 from areal_megatron.programs.comparison import Model, names_of
 from areal_megatron.run.folder import RunFolder
@@ -95,14 +96,19 @@ def say(text: str) -> None:
 def export_of(folder: Path) -> Path:
     """Returns the newest model that a run has exported. Raises ConfigError if there is none."""
     run = RunFolder(folder)
-    found = [run.hf, *sorted(run.exports.glob("version-*"), reverse=True)]
-    for model in found:
-        if (model / "config.json").exists() and any(model.glob("*.safetensors")):
-            return model
+    found = [model for model in (run.hf, *sorted(run.exports.glob("version-*"), reverse=True)) if _is_model(model)]
+    if found[1:] and found[0] == run.hf and read_status(run).phase != "done":  # it went on after it had been done
+        return max(found[:2], key=lambda model: (model / "config.json").stat().st_mtime)
+    if found:
+        return found[0]
     raise ConfigError(
         f"{folder} has no model yet, neither hf/ nor one in exports/ (checkpoint.hf_every): let it end, or convert "
         f"one: areal convert to-hf {folder}/checkpoints/version-000001 MODEL"
     )
+
+
+def _is_model(folder: Path) -> bool:
+    return (folder / "config.json").exists() and any(folder.glob("*.safetensors"))
 
 
 def config_of_run(options: argparse.Namespace, folder: Path) -> Config:

@@ -40,9 +40,12 @@ from areal_megatron.launch import evaluate
 from areal_megatron.models.architecture import architecture, read_config
 from areal_megatron.observe.estimates import difference, estimate, figures, pass_at_k
 from areal_megatron.observe.evaluation_folder import Folder, Sampled, files_digest
+from areal_megatron.observe.metrics import write_status
+from areal_megatron.observe.status import Status
 from areal_megatron.observe.timeline import Timeline
 from areal_megatron.programs import comparison
 from areal_megatron.programs.comparison import differences, names_of
+from areal_megatron.programs.evaluation_config import export_of
 from areal_megatron.run.folder import RunFolder
 from areal_megatron.workflows.runner import EpisodeRunner
 from areal_megatron.workflows.sampling import Decoding
@@ -698,3 +701,24 @@ def test_what_cannot_be_evaluated_of_a_run_is_said_in_one_line(world, tmp_path, 
     assert "mine has no model yet, neither hf/ nor one in exports/" in refused(text, str(world / "heldout.jsonl"))
     assert evaluate.main([str(world / "model")]) == 2
     assert "DATA missing: areal evaluate MODEL DATA" in capsys.readouterr().err
+
+
+def test_the_newest_model_of_a_run_is_evaluated(tmp_path):
+    """Also of one that was done, was given more updates and has failed in them."""
+    run = RunFolder(tmp_path)
+
+    def newest(phase, *exported):
+        """`exported`: (folder, when it was written)."""
+        for folder, time in exported:
+            folder.mkdir(parents=True)
+            (folder / "model.safetensors").touch()
+            (folder / "config.json").touch()
+            os.utime(folder / "config.json", (time, time))
+        write_status(run, Status(phase=phase))
+        return export_of(tmp_path).relative_to(tmp_path).as_posix()
+
+    first, second, third = (run.exports / f"version-{number:06d}" for number in (5, 10, 15))
+    assert newest("training", (second, 20), (first, 30)) == "exports/version-000010"
+    assert newest("done", (run.hf, 25)) == newest("training") == "hf"
+    assert newest("training", (third, 40)) == "exports/version-000015"
+    assert newest("done") == "hf"  # the files of a copied run are as old as the copying
