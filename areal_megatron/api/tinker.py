@@ -103,7 +103,8 @@ class TinkerServer:
         self._sampling.shutdown(wait=False, cancel_futures=True)
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
-        if not hmac.compare_digest(request.headers.get("X-API-Key", "").encode(), self._key.encode()):
+        given = request.headers.get("X-API-Key", "").encode(errors="surrogateescape")  # need not be UTF-8
+        if not hmac.compare_digest(given, self._key.encode(errors="surrogateescape")):
             return self.http.refused(request.path, _error(401, "the key is not the one that the server has printed"))
         self.http.welcome(request)
         route = request.path.removeprefix("/api/v1/")

@@ -88,6 +88,19 @@ def test_numbers_without_a_sense_are_refused_at_once(world, tmp_path, changes, p
     assert asked(world, tmp_path, talk) == {"detail": problem}
 
 
+def test_a_key_that_is_no_text_is_wrong_or_right_as_any_other(world, tmp_path):
+    async def talk(server, post):
+        found = []
+        for server._key in (KEY, "\udcff"):  # as the second comes out of the environment
+            reader, writer = await asyncio.open_connection("127.0.0.1", server.http.port)
+            writer.write(b"GET /api/v1/healthz HTTP/1.1\r\nHost: x\r\nX-API-Key: \xff\r\n\r\n")
+            found.append((await reader.readline()).split()[1])
+            writer.close()
+        return found
+
+    assert asked(world, tmp_path, talk) == [b"401", b"200"]
+
+
 def test_what_a_program_that_is_gone_has_asked_for_is_not_sampled(world, tmp_path):
     at = [0.0]
 
