@@ -79,7 +79,8 @@ class ModelScores:
 
 
 def sigmoid(value: float) -> float:
-    return 1 / (1 + math.exp(-max(value, _LEAST)))
+    """Returns σ, below 1 where doubles round it to that, too."""
+    return min(1 / (1 + math.exp(-max(value, _LEAST))), math.nextafter(1, 0))
 
 
 def _scores_in(reply: Any, count: int) -> list[float]:
