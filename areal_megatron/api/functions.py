@@ -59,15 +59,20 @@ def import_path(function: Any, folder: Path) -> tuple[str, Path | None]:
 def _try(module: str, name: str, folder: Path) -> None:
     """Imports a module as another process will. Raises ConfigError."""
     path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(
-        [sys.executable, "-c", f"import {module}; {module}.{name}"],
-        env=os.environ | {"PYTHONPATH": path},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        timeout=_IMPORT_S,
-        encoding="utf-8",
-        errors="replace",
-    )
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", f"import {module}; {module}.{name}"],
+            env=os.environ | {"PYTHONPATH": path},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_IMPORT_S,
+            encoding="utf-8",
+            errors="replace",
+        )
+    except subprocess.TimeoutExpired:
+        raise ConfigError(
+            f"{name} is not imported in another process within {_IMPORT_S:g} s: import slow modules inside it"
+        ) from None
     if done.returncode:
         last = printable((done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1])
         raise ConfigError(f"{name} does not work in another process ({last}): put it into a module")

@@ -223,6 +223,12 @@ def test_what_cannot_travel_is_refused_in_a_line(tmp_path, text, given, problem)
     assert "\n" not in str(error.value) and not [*tmp_path.iterdir()]
 
 
+def test_a_function_whose_import_takes_too_long_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("areal_megatron.api.functions._IMPORT_S", 0.001)
+    with pytest.raises(ConfigError, match=r"^score is not imported in another process within 0\.001 s: "):
+        import_path(cell("def score():\n    return 1\n")["score"], tmp_path)
+
+
 def test_a_function_that_has_lost_its_source_is_refused(tmp_path):
     namespace = {"__name__": "__main__"}
     exec("def score():\n    return 1\n", namespace)
