@@ -140,6 +140,9 @@ def logprobs_under(model: Path, trajectory: Trajectory, temperature: float) -> n
 
     network = _network(model)
     tokens = torch.tensor(np.concatenate([trajectory.prompt, trajectory.response]), device=network.device).long()
+    known, largest = network.get_input_embeddings().num_embeddings, int(tokens.max())
+    if largest >= known:
+        raise ConfigError(f"--model: {model} has {known} tokens, and the trajectory has token {largest}")
     with torch.inference_mode():
         logits = network(tokens[None]).logits[0, len(trajectory.prompt) - 1 : -1].float() / temperature
         answer = tokens[len(trajectory.prompt) :, None]

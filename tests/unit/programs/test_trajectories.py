@@ -1,6 +1,7 @@
 """areal_megatron.programs.trajectories on a run folder as a run leaves it, with a tokenizer whose tokens are bytes."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from areal_megatron.data.tokenizer import Tokenizer
 from areal_megatron.data.trajectory import Trajectory
 from areal_megatron.programs import trajectories
 from areal_megatron.run.folder import RunFolder
+from tests.support.tiny_models import save_model
 
 
 @pytest.fixture(scope="module")
@@ -176,6 +178,14 @@ def test_wrong_input_is_one_line(run, capsys, arguments, problem):
     assert trajectories.main([str(run.folder), *arguments]) == 2
     message = capsys.readouterr().err
     assert message.startswith("error: ") and message.count("\n") == 1 and problem in message
+
+
+def test_a_model_that_lacks_tokens_of_the_run_is_refused_in_a_line(run, model, tmp_path, capsys):
+    other = save_model("qwen3", tmp_path / "other", vocab_size=60)
+    shutil.copytree(model, other, dirs_exist_ok=True)
+    capsys.readouterr()  # what transformers says of saving
+    assert trajectories.main([str(run.folder), "--show", "4", "--colour", "ratio", "--model", str(other)]) == 2
+    assert capsys.readouterr().err == f"error: --model: {other} has 60 tokens, and the trajectory has token 82\n"
 
 
 def test_a_folder_without_dumps_and_ratios_without_a_model(run, tmp_path, capsys):
