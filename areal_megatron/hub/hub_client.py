@@ -90,11 +90,11 @@ class _Limits:
 
     def begin(self, largest: int) -> None:
         self.largest, self._tries, self._replies, self._bytes = largest, Counter(), 0, 0
+        if urlsplit(constants.ENDPOINT).hostname != "huggingface.co":
+            constants.HF_HUB_DISABLE_XET = True
         if self._is_installed:
             return
         self._is_installed = True
-        if urlsplit(constants.ENDPOINT).hostname != "huggingface.co":
-            constants.HF_HUB_DISABLE_XET = True
         disable_progress_bars()  # hub.py tells of progress, in lines
         logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its errors are told once, by whoever asks
         theirs = get_session().event_hooks
