@@ -20,8 +20,6 @@ from areal_megatron.packing.balance import Shares
 from areal_megatron.packing.bins import lower_bound, pack
 from areal_megatron.packing.sharing import Prefixes, bundlings, by_number
 
-WORTH_APART = 0.25
-"""How full of sequences without a gradient a micro-batch has to be: a smaller one costs as much as it saves."""
 WORTH_A_MICROBATCH = 0.01
 """Imbalance above which every replica gets one micro-batch more than needed, if that is better balanced.
 
@@ -115,8 +113,8 @@ def partition(
     4. All replicas have the same number of micro-batches, a multiple of `multiple`; some may be empty if there are few
        sequences.
     5. No micro-batch exceeds `cap` tokens, unless it is a single longer sequence.
-    6. Sequences that are `idle`, which have no gradient, are in no micro-batch with others, if they fill enough of one
-       and both kinds suffice for all replicas. The others come first, and the costs of each kind are balanced.
+    6. Sequences that are `idle`, which have no gradient, are in no micro-batch with others, if both kinds suffice for
+       all replicas. The others come first, and the costs of each kind are balanced.
 
     In one micro-batch, what sequences share by `prefixes` is counted once, in tokens and in costs. So the members of a
     family stay together as far as that makes the costliest replica's share less.
@@ -133,7 +131,7 @@ def partition(
             raise ValueError(f"a mini-batch of {len(chosen)} sequences cannot be split over {replicas} replicas")
         kinds = [chosen]
         if idle is not None:
-            kinds = _apart(chosen, np.asarray(idle)[chosen], sizes[chosen], replicas, cap * multiple)
+            kinds = _apart(chosen, np.asarray(idle)[chosen], replicas)
         packed = [microbatches(sizes[kind], weights[kind], replicas, cap, multiple, prefixes[kind]) for kind in kinds]
         for replica in range(replicas):
             own = zip(kinds, packed, strict=True)
@@ -141,13 +139,10 @@ def partition(
     return plan
 
 
-def _apart(chosen: np.ndarray, idle: np.ndarray, sizes: np.ndarray, replicas: int, unit: int) -> list[np.ndarray]:
-    """Returns the sequences of a mini-batch: all together, or if it is worth it the idle ones apart from the others.
-
-    `unit`: the tokens of the fewest micro-batches that a replica can have.
-    """
-    fewest = min(idle.sum(), (~idle).sum())
-    if fewest < replicas or sizes[idle].sum() < WORTH_APART * unit * replicas:
+def _apart(chosen: np.ndarray, idle: np.ndarray, replicas: int) -> list[np.ndarray]:
+    """Returns the sequences of a mini-batch: the idle ones apart from the others, or all together where one kind is too
+    few for the replicas."""
+    if min(idle.sum(), (~idle).sum()) < replicas:
         return [chosen]
     return [chosen[~idle], chosen[idle]]
 

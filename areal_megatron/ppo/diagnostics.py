@@ -80,13 +80,16 @@ def sums(
 
 
 def metrics(totals: Mapping[str, float]) -> dict[str, float]:
-    """Returns the metrics of a batch from the totals of `tokens`, `weight`, SUMS, GROUP_SUMS and MAXIMA.
+    """Returns the metrics of a batch from the totals of `tokens`, `left_out` (those without an advantage that were not
+    computed), `weight`, SUMS, GROUP_SUMS and MAXIMA.
 
     Metrics of a group, or of right or wrong answers, are left out if there are no such tokens.
     """
     tokens = max(totals["tokens"], 1)
     found = {name: totals[name] / tokens for name in SUMS[:4]}
     found |= {"weight_mean": totals["weight"] / tokens, "weight_max": totals["weight_max"]}
+    without = totals["zero_advantage_share"] + totals["left_out"]
+    found["zero_advantage_share"] = without / max(totals["tokens"] + totals["left_out"], 1)
     answers, weight, squared = (totals[name] for name in ("answers", "answer_weight", "answer_weight_squared"))
     if answers:
         found["effective_share_answers"] = effective_share(weight, squared, answers)

@@ -64,20 +64,20 @@ class Learner:
         """Returns this rank's factors of adapters as `adapters` names them."""
         return factors(self.chunks)
 
-    def gradient(self, work: Sequence[pipeline.Work], idle: Sequence[pipeline.Work] = ()) -> float:
-        """Computes the gradient of a mini-batch and returns its norm, the same on all ranks. `idle`: its micro-batches
-        without one."""
-        self.accumulate(work, idle=idle)
+    def gradient(self, work: Sequence[pipeline.Work], left_out: int = 0) -> float:
+        """Computes the gradient of a mini-batch and returns its norm, the same on all ranks. `left_out`: its trained
+        tokens without one."""
+        self.accumulate(work, left_out=left_out)
         return self.optimizer.gradient_norm()
 
-    def accumulate(self, work: Sequence[pipeline.Work], more: bool = False, idle: Sequence[pipeline.Work] = ()) -> None:
+    def accumulate(self, work: Sequence[pipeline.Work], more: bool = False, left_out: int = 0) -> None:
         """Computes a gradient, in place of the one that is there; with `more`, it is added to that one."""
         # What is there has been summed over replicas, and must not be once more.
         before = [gradient.clone() for gradient in self.optimizer.gradients()] if more else []
         self.optimizer.zero_grad()
         if not more:
             forget_load(self.chunks)
-        pipeline.forward_backward(self.chunks, work, idle)
+        pipeline.forward_backward(self.chunks, work, left_out)
         if before:
             torch._foreach_add_(self.optimizer.gradients(), before)
 

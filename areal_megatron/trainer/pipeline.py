@@ -25,14 +25,14 @@ Chunks = list[DistributedDataParallel]
 """The models of this rank, one for each of its virtual pipeline stages."""
 
 
-def forward_backward(chunks: Chunks, work: Sequence[Work], idle: Sequence[Work] = ()) -> None:
+def forward_backward(chunks: Chunks, work: Sequence[Work], left_out: int = 0) -> None:
     """Computes the gradient of the mean loss over the trained tokens of all micro-batches and replicas.
 
     The function of each micro-batch returns the sum of the losses of its trained tokens. Every replica must pass the
-    same number of micro-batches. `idle` ones have no gradient: their tokens count in the mean, and nothing is computed.
+    same number of micro-batches. `left_out`: this rank's trained tokens that have no gradient. They count in the mean.
     """
     with dropping():
-        _run(chunks, work, forward_only=False, idle=sum(len(microbatch.rows) for microbatch, _ in idle))
+        _run(chunks, work, forward_only=False, left_out=left_out)
 
 
 @torch.no_grad()
@@ -41,24 +41,17 @@ def forward(chunks: Chunks, work: Sequence[Work]) -> list[Any]:
     return _run(chunks, work, forward_only=True)[-len(work) :]
 
 
-def saves(chunks: Chunks, work: Sequence[Work]) -> bool:
-    """Returns whether `forward` for these micro-batches beside `forward_backward` for others takes less time than the
-    latter for all: the backward passes that are saved, each as long as two forward passes, against stages that idle
-    while a second pipeline fills."""
-    return 2 * len(work) >= chunks[0].config.pipeline_model_parallel_size
-
-
 def token_count(work: Sequence[Work]) -> int:
     """The number of this rank's tokens of the micro-batches, trained or not."""
     return sum(microbatch.tokens.numel() for microbatch, _ in work)
 
 
-def _run(chunks: Chunks, work: Sequence[Work], forward_only: bool, idle: int = 0) -> list[Any]:
+def _run(chunks: Chunks, work: Sequence[Work], forward_only: bool, left_out: int = 0) -> list[Any]:
     # The empty ones come first: gradients are reduced in the backward pass of the last micro-batch, which must reach
     # every parameter, the output layer's too.
     work = [*_filling(chunks, len(work)), *work]
     trained = [len(microbatch.rows) for microbatch, _ in work]
-    trained[0] += idle
+    trained[0] += left_out
     return get_forward_backward_func()(
         forward_step_func=_forward_step,
         data_iterator=[zip(work, trained, strict=True) for _ in chunks],

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, compress
+from operator import not_
 
 import numpy as np
 import torch
@@ -36,7 +37,7 @@ from areal_megatron.trainer.routing import balances, routing_of
 from areal_megatron.trainer.token_sums import TokenSums
 from areal_megatron.trainer.update_size import UpdateSize
 
-COUNTS = ("tokens", "compared", "difference", "weight", "weight_squared")
+COUNTS = ("tokens", "left_out", "compared", "difference", "weight", "weight_squared")
 MAXIMA = ("ratio_max", "logprob_diff_max", *diagnostics.MAXIMA)
 MEANS = (
     "loss",
@@ -50,7 +51,7 @@ MEANS = (
     "kl_step",
     "entropy",
 )
-"""Reported as means over trained tokens."""
+"""Reported as means over the trained tokens that were computed."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ class BatchResult:
     the same weights as before."""
     metrics: dict[str, float]
     """Means over trained tokens, the mean gradient norm and the last learning rate of the steps taken, and counts.
+    Answers that are left out, since they have no gradient, count in `loss` and `zero_advantage_share` alone.
     `logprob_diff_max`, `logprob_diff_p99` and `logprob_diff_mean` compare trainer and engine, and are present only if
     the batch has tokens that were sampled by the trained version."""
     probe: np.ndarray
@@ -121,18 +123,21 @@ class PPO:
         start = time.monotonic()
         self._residual.begin()
         probe, moved = self._probe(part), UpdateSize(self._policy.optimizer)
+        sums, steps = TokenSums(), Steps(before_step)
         minibatches, teaching, metrics = self._assess(part)
+        minibatches, left_out = map(list, zip(*map(_parted, minibatches, teaching), strict=True))
         self._set_proximal(minibatches)
         self._set_reference(minibatches)
-        sums, steps = TokenSums(), Steps(before_step)
         warming_up = self._critic and part.version < self._critic.warmup
         planned = sum(map(any, teaching))
         self._limit.begin()
-        for minibatch, teaches in zip(minibatches, teaching, strict=True):
+        for minibatch, teaches, absent in zip(minibatches, teaching, left_out, strict=True):
             loss = partial(self._objective.ppo, taken=len(steps.norms), sums=sums, seen=self._limit.seen)
             work = [(sampled.microbatch, partial(loss, sampled=sampled)) for sampled in minibatch]
             if any(teaches) and not warming_up:
-                self._step(work, teaches, steps, planned)
+                tokens = sum(len(sampled.behaviour) for sampled in absent)
+                sums.add({"left_out": torch.full((), tokens, device=self._parallel.device)}, {})
+                self._step(work, sum(len(sampled.microbatch.rows) for sampled in absent), steps, planned)
             else:
                 pipeline.forward(self._policy.chunks, work)  # for the metrics only
                 steps.idle += not warming_up
@@ -204,20 +209,15 @@ class PPO:
                     found[asked.at[i] : asked.at[i] + len(own)] = own
         return self._parallel.sum_of_last_stages(found).float().numpy()
 
-    def _step(self, work: Sequence[pipeline.Work], teaches: list[bool], steps: Steps, planned: int) -> None:
-        idle = [own for own, taught in zip(work, teaches, strict=True) if not taught]
-        if not pipeline.saves(self._policy.chunks, idle):
-            idle, teaches = [], [True] * len(work)
+    def _step(self, work: Sequence[pipeline.Work], left_out: int, steps: Steps, planned: int) -> None:
         with self._timeline.device_span("train", tokens=pipeline.token_count(work)):
-            if idle:
-                pipeline.forward(self._policy.chunks, idle)  # for the metrics only
-            gradient_norm = self._policy.gradient([*compress(work, teaches)], idle)
+            gradient_norm = self._policy.gradient(work, left_out)
         self._limit.before_step(planned)
         self._policy.step(gradient_norm, steps)
 
     def _ppo_metrics(self, sums: TokenSums, steps: Steps, start: float) -> dict[str, float]:
         metrics, totals = self._token_metrics(sums)
-        return metrics | step_metrics(self._policy.optimizer, steps, totals["tokens"], start)
+        return metrics | step_metrics(self._policy.optimizer, steps, totals["tokens"] + totals["left_out"], start)
 
     def _token_metrics(self, sums: TokenSums) -> tuple[dict[str, float], dict[str, float]]:
         """Returns the metrics of trained tokens, and the totals over them."""
@@ -235,6 +235,7 @@ class PPO:
             metrics["logprob_diff_mean"] = totals["difference"] / totals["compared"]
         metrics |= {name: totals[name] for name in watched}
         per_token = {name: totals[name] / max(totals["tokens"], 1) for name in means}
+        per_token["loss"] = totals["loss"] / max(totals["tokens"] + totals["left_out"], 1)
         return metrics | per_token, totals
 
     def _assess(self, part: BatchPart) -> tuple[list[list[PPOMicroBatch]], list[list[bool]], dict[str, float]]:
@@ -324,7 +325,8 @@ class PPO:
         longest = self._config.rollout.max_new_tokens
         weights = token_weights(self._algorithm.mean, whole, tokens, episodes, longest)
         always = bool(self._critic or self._config.ppo.penalty.coefficients)
-        always |= self._balances_experts and any(unequal)
+        # Routers learn from all tokens, and M2PO masks by all.
+        always |= any(unequal) and bool(self._balances_experts or self._config.ppo.correction.m2po)
         teaches = [tokens > 0 and bool(always or count) for count in unequal]
         return dict(zip(members, weights.tolist(), strict=True)), teaches
 
@@ -412,6 +414,14 @@ class PPO:
         joined = (torch.cat([nothing, *map(column, known)]) for column in columns)
         chosen = choose(*joined, reduce=self._parallel.sum_of_last_stages)
         return zip(known, chosen.split([len(sampled.behaviour) for sampled in known]), strict=True)
+
+
+def _parted(minibatch: list[PPOMicroBatch], teaches: list[bool]) -> tuple[list[PPOMicroBatch], list[PPOMicroBatch]]:
+    """Returns the micro-batches of a mini-batch that are computed, and those left out: the ones without a gradient,
+    unless none has one, when all are computed for the metrics."""
+    if not any(teaches):
+        return minibatch, []
+    return [*compress(minibatch, teaches)], [*compress(minibatch, map(not_, teaches))]
 
 
 def _proximal(sampled: PPOMicroBatch) -> Tensor:

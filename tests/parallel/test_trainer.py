@@ -336,7 +336,7 @@ IDLE = {
 
 
 @pytest.mark.parametrize("ranks", with_soaked((1, 2), (1,)))
-def test_answers_of_groups_with_equal_rewards_go_through_no_backward_pass(folder, on_ranks, ranks):
+def test_nothing_is_computed_of_groups_with_equal_rewards(folder, on_ranks, ranks):
     cases = numbered(folder, IDLE[ranks])
     on_ranks("check_idle_groups", ranks, cases=cases)
 

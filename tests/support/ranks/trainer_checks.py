@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, product
@@ -435,7 +435,7 @@ def check_nothing_to_learn(folder: Path, rank: int, trainer: dict) -> None:
 
 
 def check_idle_groups(folder: Path, rank: int, cases: dict[str, list]) -> None:
-    """An update with groups of equal rewards is plain code's, and their answers go through no backward pass.
+    """An update with groups of equal rewards is plain code's, and nothing is computed of their answers.
 
     cases: run folder → model, layout.
     """
@@ -443,24 +443,40 @@ def check_idle_groups(folder: Path, rank: int, cases: dict[str, list]) -> None:
     for trajectory in trajectories:
         if trajectory.prompt_id not in (1, 2, 3):
             trajectory.reward = 0.1
-    trained = sum(t.length for t in trajectories if t.prompt_id in (1, 2, 3))
+    masked = [int(t.loss_mask.sum()) for t in trajectories]
+    idle = [t.prompt_id not in (1, 2, 3) for t in trajectories]
     for run, (model, layout) in cases.items():
-        ppo = PPOConfig(minibatches=1, algorithm="grpo")
+        ppo = PPOConfig(minibatches=2, algorithm="grpo")
         config = make_config(folder, model, {"microbatch_tokens": 40, **layout}, ppo=ppo)
-        plan = {"replicas": config.trainer.dp, "minibatches": 1, "cap": 40, "seed": 0, "within_group": True}
+        plan = {"replicas": config.trainer.dp, "minibatches": 2, "cap": 40, "seed": 0, "within_group": True}
         with open_trainer(folder, rank, config, run) as subject:
-            computed = []
-            part = split(trajectories, version=0, multiple=config.trainer.microbatch_multiple, **plan)
-            with watched(pipeline, "forward_backward", computed):
-                result = subject.train_batch(part[subject.parallel.replica])
-            learner = oracle.Learner(load_oracle(folder / model), config)
-            [norm] = learner.ppo_update(trajectories, [[*range(len(trajectories))]])
+            found = {"forward": [], "forward_backward": []}
+            parts = split(trajectories, version=0, multiple=config.trainer.microbatch_multiple, **plan)
+            with ExitStack() as stack:
+                for pass_, tokens in found.items():
+                    stack.enter_context(watched(pipeline, pass_, tokens))
+                result = subject.train_batch(parts[subject.parallel.replica])
+            learner, halves = oracle.Learner(load_oracle(folder / model), config), minibatches_of(parts)
+            norms = learner.ppo_update(trajectories, halves)
             assert_parameters(subject, learner.model.state_dict(), atol=3e-5)
-            assert result.metrics["grad_norm"] == pytest.approx(norm, rel=1e-3)  # Adam hardly sees the size
-            assert result.metrics["trained_tokens"] == sum(int(t.loss_mask.sum()) for t in trajectories)
-            assert result.metrics["idle_steps"] == 0
-            tokens = subject.parallel.sum_over_replicas(torch.tensor([float(sum(computed))])).item()
-            assert trained <= config.trainer.cp * tokens < 1.2 * trained  # rows are padded for their layout
+            metrics = result.metrics
+            assert metrics["grad_norm"] == pytest.approx(np.mean(norms), rel=1e-3)  # Adam hardly sees the size
+            assert metrics["trained_tokens"] == sum(masked) and metrics["idle_steps"] == 0
+            share = sum(own for own, without in zip(masked, idle, strict=True) if without) / sum(masked)
+            assert metrics["zero_advantage_share"] == pytest.approx(share)
+            lengths = [sum(trajectories[i].length for i in half if not idle[i]) for half in halves]
+            assert all(lengths)  # each half has something to learn
+            for pass_, expected in (("forward", lengths[1]), ("forward_backward", sum(lengths))):
+                tokens = subject.parallel.sum_over_replicas(torch.tensor([float(sum(found[pass_]))])).item()
+                assert expected <= config.trainer.cp * tokens < 1.2 * expected  # rows are padded for their layout
+
+
+def minibatches_of(parts: list[BatchPart]) -> list[list[int]]:
+    """The numbers of the trajectories of each mini-batch, of all replicas."""
+    return [
+        [part.trajectories[i].uid for part in parts for i in chain(*part.members[number])]
+        for number in range(len(parts[0].minibatches))
+    ]
 
 
 @contextmanager

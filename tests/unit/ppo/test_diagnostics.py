@@ -8,6 +8,7 @@ from areal_megatron.ppo import diagnostics
 from areal_megatron.ppo.loss import Bounds, Tokens, metric_sums
 
 LOW, HIGH, N = 0.2, 0.3, 400
+LEFT_OUT = 50
 RANGES = {"0": (0, 0), "1": (1, 1), "2": (2, 2), "3-4": (3, 4), "5-8": (5, 8), "9-16": (9, 16), "17+": (17, 10**9)}
 
 
@@ -33,7 +34,7 @@ def columns(seed):
 
 def found(given, pieces=1, whole=False):
     """Adds the sums of the micro-batches that the tokens are divided into, one of them empty, and returns metrics."""
-    bounds, totals, maxima = Bounds(LOW, HIGH, {}, whole), {}, {}
+    bounds, totals, maxima = Bounds(LOW, HIGH, {}, whole), {"left_out": LEFT_OUT * (len(given[0]) > 0)}, {}
     shares = np.array_split(np.unique(given[-1]), pieces)
     for part in [*(np.flatnonzero(np.isin(given[-1], own)) for own in shares), np.arange(0)]:
         current, proximal, behaviour, advantages, entropy, right, staleness, sequences = (
@@ -59,7 +60,7 @@ def expected(given):
     result = {
         "clip_share_high": high.mean(),
         "clip_share_low": low.mean(),
-        "zero_advantage_share": np.mean(advantages == 0),
+        "zero_advantage_share": np.mean([*(advantages == 0), *[True] * LEFT_OUT]),
         "log_weight_mean": np.log(weight).mean(),
         "weight_mean": weight.mean(),
         "weight_max": weight.max(),
