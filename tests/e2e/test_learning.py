@@ -64,7 +64,7 @@ def test_accuracy_rises_with_true_rewards_only(tmp_path, seed):
 def test_answers_of_all_lengths_are_learned(tmp_path):
     base, task = tmp_path / "base", quality.TASKS["long-tail"]
     quality.make_base(base, task)
-    quality.run_ours(tmp_path / "rl", base, task, lr="1e-4", seed=1, eta=4, overrides=[])
+    quality.run_ours(tmp_path / "rl", base, task, lr="1e-4", seed=1, overrides=[])
     bands.check("long-tail", tmp_path / "rl")
 
 

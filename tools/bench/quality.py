@@ -1,6 +1,6 @@
 """Time to quality: how long this system and TRL's GRPOTrainer take until a policy is good.
 
-    python tools/bench/quality.py [--task short] [--rates '3e-5 1e-4 3e-4'] [--seeds 3] [--eta 4] [--updates N]
+    python tools/bench/quality.py [--task short] [--rates '3e-5 1e-4 3e-4'] [--seeds 3] [--eta N] [--updates N]
                                   [--json FILE] [--out runs/quality-N] [key=value …]
 
 Both train the same warm-started model on the same prompts, with as many answers a batch, one optimizer step a batch,
@@ -71,6 +71,8 @@ class Task:
     warm_up: int
     """Supervised steps of the base."""
     updates: int
+    eta: int
+    """rollout.max_staleness: where lengths are about equal, one version suffices for both pools to be busy."""
     max_prompt_tokens: int
     max_new_tokens: int
 
@@ -100,9 +102,9 @@ def largest(rng: random.Random) -> Question:
 
 
 TASKS = {
-    "short": Task(two_numbers, 0.9, 1200, 200, 16, 32),
-    "long-tail": Task(chain, 0.8, 1500, 200, 96, 192),
-    "long-prompts": Task(largest, 0.8, 700, 200, 128, 8),
+    "short": Task(two_numbers, 0.9, 1200, 200, 1, 16, 32),
+    "long-tail": Task(chain, 0.8, 1500, 200, 4, 96, 192),
+    "long-prompts": Task(largest, 0.8, 700, 200, 1, 128, 8),
 }
 SFT_ROWS, RL_ROWS = 40_000, 8_000
 
@@ -153,7 +155,7 @@ def run(command: Sequence[str | Path], log: Path, threads: int, path: str = str(
         sys.exit(f"{end}\nerror: {log.stem} ended with exit code {done.returncode}; see {log}")
 
 
-def run_ours(folder: Path, base: Path, task: Task, lr: str, seed: int, eta: int, overrides: Sequence[str]) -> Curve:
+def run_ours(folder: Path, base: Path, task: Task, lr: str, seed: int, overrides: Sequence[str]) -> Curve:
     """Trains by asynchronous GRPO, an engine on one core and a trainer on the other."""
     command = [sys.executable, "-m", "areal_megatron.launch.local", "configs/tiny_cpu.yaml"]
     keys = {
@@ -169,7 +171,7 @@ def run_ours(folder: Path, base: Path, task: Task, lr: str, seed: int, eta: int,
         "rollout.group_size": GROUP_SIZE,
         "rollout.max_new_tokens": task.max_new_tokens,
         "rollout.max_running": BATCH_SIZE,
-        "rollout.max_staleness": eta,
+        "rollout.max_staleness": task.eta,
         "ppo.algorithm": "grpo",
         "ppo.minibatches": 1,
         "optimizer.lr": lr,
@@ -303,14 +305,13 @@ def main() -> None:
     parser.add_argument("--task", choices=TASKS, default="short", help="default: %(default)s")
     parser.add_argument("--rates", default="3e-5 1e-4 3e-4", help="learning rates, default: %(default)s")
     parser.add_argument("--seeds", type=common.positive, default=3, help="default: %(default)s")
-    parser.add_argument("--eta", type=int, default=4, help="rollout.max_staleness, default: %(default)s")
+    parser.add_argument("--eta", type=int, help="rollout.max_staleness, default: 1, for the long tail 4")
     parser.add_argument("--updates", type=common.positive, help="batches of a run")
     parser.add_argument("--base", type=Path, help="folder for TRL and bases, kept for other runs; default: OUT")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of this system's runs")
     options = parser.parse_args()
     out, task = new_folder("quality", options.out), TASKS[options.task]
-    if options.updates:
-        task = replace(task, updates=options.updates)
+    task = replace(task, updates=options.updates or task.updates, eta=task.eta if options.eta is None else options.eta)
     kept = (options.base or out).absolute()
     kept.mkdir(parents=True, exist_ok=True)
     install_trl(kept / "trl")
@@ -321,7 +322,7 @@ def main() -> None:
             for system, runs in curves.items():
                 folder = out.absolute() / f"{system.split()[0].lower()}-{lr}-{seed}"
                 if system == OURS:
-                    curve = run_ours(folder, base, task, lr, seed, options.eta, options.overrides)
+                    curve = run_ours(folder, base, task, lr, seed, options.overrides)
                 else:
                     curve = run_trl(folder, base, task, lr, seed, kept / "trl")
                 runs.setdefault(lr, []).append(curve)
