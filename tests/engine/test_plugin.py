@@ -28,9 +28,8 @@ def assert_close(found, expected):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_fused_kernels_compute_what_torch_does(dtype):
+def test_fused_norms_compute_what_torch_does(dtype):
     from vllm import ir
-    from vllm.model_executor.layers.activation import SiluAndMul
 
     torch.manual_seed(0)
     norms, fused = ir.ops.rms_norm.impls["areal"], ir.ops.fused_add_rms_norm.impls["areal"]
@@ -43,8 +42,6 @@ def test_fused_kernels_compute_what_torch_does(dtype):
     normed, kept = fused.impl_fn(x, residual, weight, EPSILON)
     assert_close(kept, added)
     assert_close(normed, rms(added, weight))
-    gate, up = torch.randn(2, 33, 48, dtype=dtype)
-    assert_close(SiluAndMul.forward_cpu(None, torch.cat((gate, up), -1)), F.silu(gate.double()) * up.double())
 
 
 def test_what_the_kernels_do_not_support_is_left_to_vllm():
