@@ -140,7 +140,8 @@ class Fleet:
                 await client.check_health(self._config.rollout.silence_s)
                 return False
             except EngineError:
-                self._lose(engine, reason)
+                if engine.client is client:  # no other process has taken its place meanwhile
+                    self._lose(engine, reason)
         return True
 
     async def publish(self, message: Publish) -> Links | NotYet:
