@@ -105,8 +105,7 @@ class Fleet:
                     if (engine := await self._added(name)) is not None:
                         look_after(engine)
                 for engine in self.engines:
-                    if engine.name in self._to_drain:
-                        self._drain(engine)
+                    self._drain(engine)
                 await asyncio.sleep(_POLL_S)
 
     def _look(self) -> None:
@@ -256,13 +255,15 @@ class Fleet:
         )
 
     def _drain(self, engine: Engine) -> None:
-        """Takes the engine out, as somebody has asked for, once it has answered everything."""
-        if engine.gone or all(other is engine or other.gone or other.draining for other in self.engines):
-            return  # the last one has to generate
-        engine.draining = True
-        if not engine.busy:
+        """Takes the engine out, if somebody asks for that, once it has answered everything."""
+        engine.draining = engine.name in self._to_drain and not engine.gone and self._has_another(engine)
+        if engine.draining and not engine.busy:
             log.warning("%s is drained", engine.name)
             self._take_out(engine, EngineState.DRAINED, "it was drained")
+
+    def _has_another(self, engine: Engine) -> bool:
+        """Returns whether another engine stays: the last one has to generate."""
+        return any(not (other is engine or other.gone or other.draining) for other in self.engines)
 
     async def _look_after(self, engine: Engine) -> None:
         rollout = self._config.rollout

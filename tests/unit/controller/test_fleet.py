@@ -97,3 +97,22 @@ def test_an_engine_that_is_back_is_not_lost_for_what_its_predecessor_did_not_ans
             assert not engine.gone and losses == ["engine-0"]
 
     asyncio.run(play())
+
+
+def test_the_last_engine_generates_though_it_was_to_leave(tmp_path):
+    async def play():
+        first, second, next_one = Server(), Server(), Server()
+        async with fleet_of(tmp_path, first, second, next_one) as (fleet, losses, run, _):
+            engine = fleet.engines[1]
+            engine.occupy(1)
+            run.drain("engine-1").parent.mkdir()
+            run.drain("engine-1").touch()
+            await until(lambda: engine.draining)
+            first.dead = True
+            await until(lambda: losses)
+            await until(lambda: not engine.draining)
+            engine.release(1)
+            await asyncio.sleep(1)
+            assert not engine.gone and losses == ["engine-0"]
+
+    asyncio.run(play())
