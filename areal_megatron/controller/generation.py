@@ -141,15 +141,13 @@ class Generation:
         if self._interrupting:
             return
         self._interrupting = True
-        tasks = [task for tasks in self._tasks.values() for task in tasks]
-        for engine in self._sampler.engines:
-            try:
-                await engine.client.abort("group-")
-            except EngineError as e:
-                log.warning("its answers will be generated again: %s", e)
-        if tasks:
+        groups = [task for tasks in self._tasks.values() for task in tasks]
+        aborts = [asyncio.create_task(_abort(engine)) for engine in self._sampler.engines if not engine.gone]
+        if waiting := [*groups, *aborts]:
             with contextlib.suppress(TimeoutError):
-                await within(_INTERRUPT_S, asyncio.wait(tasks))
+                await within(_INTERRUPT_S, asyncio.wait(waiting))
+        for abort in aborts:
+            abort.cancel()
         log.info("kept %s", _described(self._interrupted))
 
     def lose(self, engine: Engine) -> None:
@@ -278,6 +276,14 @@ class Generation:
         useless = self._difficulty.filters(prompt, known, self._schedule.version) or not trained
         self._sampled.add(known, sum(ended.length for ended in sampled), useless)
         return useless
+
+
+async def _abort(engine: Engine) -> None:
+    """Ends the requests of groups on an engine."""
+    try:
+        await engine.client.abort("group-")
+    except EngineError as e:
+        log.warning("its answers will be generated again: %s", e)
 
 
 def _described(interrupted: dict[int, InterruptedGroup]) -> str:

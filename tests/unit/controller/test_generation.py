@@ -1,0 +1,58 @@
+"""What becomes of the groups of engines that are lost, or that do not answer, with web servers in their places."""
+
+import asyncio
+from contextlib import AsyncExitStack
+
+from aiohttp import web
+
+from areal_megatron.controller import generation
+from areal_megatron.controller.changed import Changed
+from areal_megatron.controller.engine import Engine
+from areal_megatron.controller.generation import Generation
+from areal_megatron.controller.schedule import Schedule
+from areal_megatron.engine.client import EngineClient
+from areal_megatron.observe.status import EngineState
+from tests.unit.workflows.test_seeds import PROMPTS, Asked, setting
+
+
+async def serve(stack, answer):
+    """Returns where a web server answers everything by `answer`."""
+    app = web.Application()
+    app.router.add_route("*", "/{route:.*}", answer)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    stack.push_async_callback(runner.cleanup)
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    return f"http://127.0.0.1:{runner.addresses[0][1]}"
+
+
+def test_a_run_stops_though_engines_do_not_answer(tmp_path, monkeypatch):
+    """Trainers wait for the checkpoint no longer than machine.peer_timeout_s, which is the clients' limit too."""
+    monkeypatch.setattr(generation, "_INTERRUPT_S", 1.0)
+    asked = []
+
+    async def play():
+        async with AsyncExitStack() as stack:
+
+            async def silent(request):
+                asked.append(request.path)
+                await asyncio.Event().wait()
+
+            async def whole(request):
+                asked.append("whole")
+                return web.Response()
+
+            config, sampler = setting(tmp_path, Asked())
+            timeline = sampler.engines.pop().timeline
+            for index, answer in enumerate((silent, silent, whole, silent)):
+                client = EngineClient(f"engine-{index}", await serve(stack, answer), "token", 60)
+                stack.push_async_callback(client.close)
+                sampler.engines.append(Engine(index, client, timeline))
+            sampler.engines[3].leave(EngineState.LOST)
+            schedule = Schedule(batch_size=4, group_size=2, max_staleness=2, updates=3)
+            subject = Generation(config, schedule, sampler, PROMPTS[:3], Changed())
+            await asyncio.wait_for(subject.interrupt(), 10)
+            assert not subject.save().again
+
+    asyncio.run(play())
+    assert sorted(asked) == ["/inference/v1/abort_requests"] * 2 + ["whole"]
