@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import logging
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from msgspec.structs import asdict
@@ -156,6 +157,9 @@ class Generation:
             lost = self._schedule.remove_engine(engine.index)
             self._again.extendleft((group.epoch, group.prompt_id) for group in reversed(lost))
         for task in self._tasks[engine.index] - {asyncio.current_task()}:
+            group = cast(Coroutine, task.get_coro())
+            if inspect.getcoroutinestate(group) == inspect.CORO_CREATED:  # it will not release the engine
+                engine.release(self._config.rollout.group_size)
             task.cancel()
         self._changed.notify()
 

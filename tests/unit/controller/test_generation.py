@@ -56,3 +56,37 @@ def test_a_run_stops_though_engines_do_not_answer(tmp_path, monkeypatch):
 
     asyncio.run(play())
     assert sorted(asked) == ["/inference/v1/abort_requests"] * 2 + ["whole"]
+
+
+def test_an_engine_that_is_lost_before_its_group_has_begun_holds_nothing(tmp_path):
+    """It could not be drained later, since it would still owe answers."""
+
+    async def play():
+        async with AsyncExitStack() as stack:
+
+            async def answer(request):
+                await asyncio.Event().wait()
+
+            config, sampler = setting(tmp_path, Asked())
+            client = EngineClient("engine-0", await serve(stack, answer), "token", 60)
+            stack.push_async_callback(client.close)
+            engine = sampler.engines[0] = Engine(0, client, sampler.timeline)
+            schedule, changed = Schedule(batch_size=4, group_size=2, max_staleness=0, updates=3), Changed()
+            subject = Generation(config, schedule, sampler, PROMPTS[:3], changed)
+            running = asyncio.create_task(subject.run())
+            await asyncio.sleep(0.01)
+            for begun in (False, True):
+                schedule.add_engine(0, 0)
+                changed.notify()
+                while not engine.busy:
+                    await asyncio.sleep(0)
+                if begun:
+                    await asyncio.sleep(0.01)
+                engine.leave(EngineState.LOST)
+                subject.lose(engine)
+                await asyncio.sleep(0.1)
+                assert not engine.busy and not engine.running and not schedule.running
+            running.cancel()
+            await asyncio.wait([running])
+
+    asyncio.run(play())
