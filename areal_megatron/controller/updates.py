@@ -63,7 +63,6 @@ class EngineUpdates:
         self._config, self._hf_config, self._engine = config, hf_config, engine
         self._on_committed, self._is_dispensable = on_committed, is_dispensable
         self._updates: asyncio.Queue[_Update] = asyncio.Queue()
-        self._pending: dict[tuple[int, int], _Update] = {}
         self._unfinished: list[_Update] = []
         self._generation = 0
         self._usable = False
@@ -96,16 +95,16 @@ class EngineUpdates:
         few_changes = reshard.staging == "streamed" and few
         generates = reshard.staging == "full" or few
         update = _Update(message.version, self._generation, message.store, opens_generation, generates)
-        self._pending[update.generation, update.version] = update
         self._unfinished.append(update)
         self._updates.put_nowait(update)
         index, generation, site = self._engine.index, self._generation, self._engine.site
         return LinkRef(index, generation, trial, may_send_changes, few_changes, site)
 
     def delivered(self, message: Delivered) -> None:
-        update = self._pending.pop((message.generation, message.version), None)
-        if update is not None and not update.delivered.done():
-            update.delivered.set_result(message)
+        for update in self._unfinished:
+            is_meant = (update.generation, update.version) == (message.generation, message.version)
+            if is_meant and not update.delivered.done():
+                update.delivered.set_result(message)
 
     def take_prefilled_again(self) -> int:
         """Returns the tokens that the engine has prefilled again after updates, by the commits since the last call."""
@@ -134,10 +133,10 @@ class EngineUpdates:
         """The engine is lost: what is under way has failed, and the next version opens a new generation."""
         self._usable = False
         self._begin_count()
-        for update in self._pending.values():
-            update.delivered.set_exception(EngineError(reason))
-            update.delivered.exception()  # nobody may be waiting for it yet
-        self._pending.clear()
+        for update in self._unfinished:
+            if not update.delivered.done():
+                update.delivered.set_exception(EngineError(reason))
+                update.delivered.exception()  # nobody may be waiting for it yet
 
     def is_cut(self, generation: int) -> bool:
         """Returns whether nothing that is under way in this generation will ever be committed."""

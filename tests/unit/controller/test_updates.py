@@ -223,3 +223,21 @@ def test_a_link_that_is_cancelled_ends_though_its_engine_dies_in_that_moment(tmp
             update.cancel()
 
     asyncio.run(asyncio.wait_for(play(), 300))
+
+
+def test_an_engine_may_be_lost_after_trainers_that_reported_nothing(tmp_path):
+    """The wait for their report has ended, and its end must not be told a second time."""
+
+    async def play():
+        async with Scene(tmp_path, "full") as scene:
+            scene.config.reshard.timeout_s = 0.1
+            link = scene.link.publish(Publish(1, "127.0.0.1:1"))
+            await asyncio.wait_for(scene.link.settled(), 30)
+            assert scene.link.failures == 1
+            scene.link.cut("the process has ended")
+            scene.link.delivered(Delivered(0, link.generation, 1, 0.1, 100))  # too late
+            scene.config.reshard.timeout_s = 5
+            assert await scene.update(2) == ("ready", link.generation + 1)
+            assert scene.committed == [2]
+
+    asyncio.run(asyncio.wait_for(play(), 300))
