@@ -144,6 +144,8 @@ class Controller:
         self.evaluations = EvaluationQueue(
             Evaluation(config, self.sampler, held_out, self.changed, tokenizer.decode, self.answers),
             partial(self.metrics.write, "eval"),
+            config.eval.every,
+            self.start.version,
         )
         self.probe = Probe(config, self.fleet.engines, self.changed)
         self.batches = Batches(
@@ -306,9 +308,8 @@ class Controller:
         self.generation.lose(engine)
 
     def committed(self, version: int) -> None:
-        every = self.config.eval.every
-        if every and version and version % every == 0 and version < self.schedule.updates:
-            self.evaluations.add(version)
+        if version < self.schedule.updates:  # the last one is evaluated when the run is over
+            self.evaluations.reached(version)
 
     async def _evaluate_first(self) -> None:
         while not self.schedule.engines:  # those that begin without weights get version 0 from the trainers

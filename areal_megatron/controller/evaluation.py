@@ -206,14 +206,27 @@ class Evaluation:
 class EvaluationQueue:
     """Runs the evaluations that are due, one after the other. Of those that wait only the newest is kept."""
 
-    def __init__(self, evaluation: Evaluation, write: Callable[[int, dict[str, Any]], None]):
-        """`write` is called with the version and the figures of each evaluation."""
-        self._evaluation, self._write = evaluation, write
+    def __init__(
+        self, evaluation: Evaluation, write: Callable[[int, dict[str, Any]], None], every: int = 0, first: int = 0
+    ):
+        """`write` is called with the version and the figures of each evaluation. Versions are due that `every` divides,
+        from `first` on; none if it is 0."""
+        self._evaluation, self._write, self._every = evaluation, write, every
+        self._due = every and -(-max(first, 1) // every) * every
         self._waiting: int | None = None
         self._running: int | None = None
         self._changed = Changed()
         self.left_out = 0
         """The number of evaluations that were due and never began."""
+
+    def reached(self, version: int) -> None:
+        """Has the last version evaluated that is due, as every engine has this one or a later one. Engines that fail to
+        get a version may go from one before it to one after it."""
+        if self._every and version >= self._due:
+            due = version - version % self._every
+            self.left_out += (due - self._due) // self._every
+            self._due = due + self._every
+            self.add(due)
 
     def add(self, version: int) -> None:
         """Has the version evaluated as soon as no other evaluation runs."""

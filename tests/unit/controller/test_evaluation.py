@@ -322,3 +322,30 @@ def test_evaluations_are_made_one_after_the_other_and_of_those_that_wait_the_new
 
     assert asyncio.run(live()) == [(version, version) for version in (0, 30, 40, 50)]
     assert "version 10 is not evaluated: the evaluation of version 0 still runs, and version 20 is due" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("first", "reached", "begun", "left_out"),
+    [
+        (0, [1, 2, 3, 4, 5, 7, 8], [4, 8], 0),
+        (0, [3, 5, 6, 9, 10], [4, 8], 0),
+        (8, [8, 9], [8], 0),
+        (9, [9, 11, 13], [12], 0),
+        (0, [3, 13, 14], [12], 2),
+    ],
+)
+def test_a_version_that_engines_have_passed_over_is_evaluated_as_the_next_one_is_there(first, reached, begun, left_out):
+    """As where the last engine without it was lost, or failed to get it."""
+
+    async def live():
+        at_once = Slow()
+        at_once.going_on.set()
+        queue = EvaluationQueue(at_once, lambda version, values: None, every=4, first=first)
+        running = asyncio.create_task(queue.run())
+        for version in reached:
+            queue.reached(version)
+            await asyncio.sleep(0.01)
+        running.cancel()
+        return at_once.begun, queue.left_out
+
+    assert asyncio.run(live()) == (begun, left_out)
