@@ -11,7 +11,7 @@
 | received/N/R | engine rank R | Staged: staging holds update N |
 | failed/N | the first rank of either side that failed | why, as text |
 
-N counts the updates of a generation from 1.
+N counts the updates of a generation from 1. Trainer rank 0 removes the keys of an update that has arrived.
 """
 
 from __future__ import annotations

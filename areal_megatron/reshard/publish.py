@@ -287,6 +287,9 @@ class Transmission:
         sent = {f"sent/{n}/{rank}": f"trainer rank {rank} to have sent update {n}" for rank in outlet.members.senders}
         values = link.wait(received | sent, self.deadline.later(TO_SAY_WHY_S), update=n, stop=lambda: None)
         told = [link.decode(value, Staged) for value in values[: len(received)]]
+        link.forget((*received, *sent))
+        link.forget(f"ready/{n}/{rank}" for rank in ranks)
+        link.forget(f"sending/{n}/{rank}" for rank in outlet.members.senders)
         changed = sum(one.changed for one in told) / sum(one.elements for one in told)
         return Received(sum(one.bytes for one in told), changed)
 

@@ -28,7 +28,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -146,6 +146,12 @@ class Link:
             self._keys.set(key, _encode(message) if message else "")
         except RuntimeError as e:
             raise LinkError(self._lost(e)) from None
+
+    def forget(self, keys: Iterable[str]) -> None:
+        """Removes keys that no rank reads any more."""
+        with contextlib.suppress(RuntimeError):  # the store is gone
+            for key in keys:
+                self._keys.delete_key(key)
 
     def say_failed(self, update: int, reason: str) -> str:
         """Reports that this rank has given up `update`. Returns the first reason that any rank gave; it is kept, since

@@ -143,6 +143,18 @@ def until(condition, timeout_s=10.0):
     return time.monotonic() - begin
 
 
+def test_updates_leave_nothing_in_the_store(pools):
+    """Else ten thousand of them for a thousand engines would fill gigabytes of the first trainer rank's host."""
+    link = pools(sizes={"tp": 2, "pp": 2}, tp=2)
+    link.join(1)
+    keys = []
+    for version in range(1, 5):
+        link.update(version)
+        keys.append(link.store.num_keys())
+    link.assert_committed()
+    assert len(set(keys)) == 1
+
+
 def test_a_failed_link_holds_the_next_step_no_longer_than_it_takes_to_say_so(pools, nccl):
     """However long NCCL takes to end the communicator: torch's watchdog alone may wait for a minute."""
     link = pools(sizes={}, tp=1, timeout_s=30.0)
