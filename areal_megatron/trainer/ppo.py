@@ -104,15 +104,15 @@ class PPO:
         vocabulary: Vocabulary,
         parallel: Parallel,
         part: RowPart,
+        residual: Residual,
         timeline: Timeline,
     ):
         self._config, self._policy, self._critic, self._reference = config, policy, critic, reference
-        self._parallel, self._part, self._timeline = parallel, part, timeline
+        self._parallel, self._part, self._residual, self._timeline = parallel, part, residual, timeline
         self._objective = Objective(policy_of(policy.chunks), vocabulary, config.ppo, config.rollout.max_staleness)
         self._algorithm = ALGORITHMS[config.ppo.algorithm]
         self._routing = routing_of(policy.chunks[0].config)
         self._balances_experts = balances(policy.chunks[0].config)
-        self._residual = Residual(policy.chunks)
         self._limit = RateLimit(config, policy.optimizer, parallel)
 
     def update(self, part: BatchPart, before_step: Callable[[], None] = lambda: None) -> BatchResult:

@@ -40,12 +40,13 @@ class Supervised:
         parallel: Parallel,
         part: RowPart,
         flops: SequenceFlops,
+        residual: Residual,
         timeline: Timeline,
     ):
         self._settings, self._learner, self._lesson, self._reference = settings, learner, lesson, reference
         self._parallel, self._part, self._flops, self._timeline = parallel, part, flops, timeline
+        self._residual = residual
         self._sums = ("tokens", "loss", *lesson.sums)
-        self._residual = Residual(learner.chunks)
 
     def step(self, items: Sequence[Item], before_step: Callable[[], None] = lambda: None) -> dict[str, float]:
         """Makes one optimizer step on a batch, and returns its metrics.

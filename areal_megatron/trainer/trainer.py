@@ -34,6 +34,7 @@ from areal_megatron.trainer.optimizer import ModelOptimizer
 from areal_megatron.trainer.ppo import PPO, BatchResult
 from areal_megatron.trainer.recompute import decided
 from areal_megatron.trainer.reference import Reference
+from areal_megatron.trainer.residual import Residual
 from areal_megatron.trainer.supervised import Supervised
 from areal_megatron.trainer.turns import Turns
 
@@ -79,7 +80,6 @@ class Trainer:
         )
         if config.has_reference:  # copied before a checkpoint brings other weights
             self._reference = Reference(config, self.parallel, vocabulary, chunks)
-        self._with_changes: dict[tuple[tuple[str, float | str], ...], PPO] = {}
         self._vocabulary, self._part = vocabulary, RowPart.of(chunks[0].config, self.device, self._flops)
 
     def __enter__(self) -> Trainer:
@@ -98,23 +98,22 @@ class Trainer:
 
     def ppo_with(self, changes: Mapping[str, float | str]) -> PPO:
         """Returns the losses with other values for some keys of the config's section `ppo`."""
-        if not changes:
-            return self.ppo
-        key = tuple(sorted(changes.items()))
-        if key not in self._with_changes:
-            self._with_changes[key] = self._ppo(replace(self.config, ppo=replace(self.config.ppo, **changes)))
-        return self._with_changes[key]
+        return self._ppo(replace(self.config, ppo=replace(self.config.ppo, **changes))) if changes else self.ppo
 
     def _ppo(self, config: Config) -> PPO:
         models = self.policy, self.critic, self._reference
-        return PPO(config, *models, self._vocabulary, self.parallel, self._part, self.timeline)
+        return PPO(config, *models, self._vocabulary, self.parallel, self._part, self._residual, self.timeline)
+
+    @cached_property
+    def _residual(self) -> Residual:
+        return Residual(self.policy.chunks)
 
     @cached_property
     def supervised(self) -> Supervised:
         """The steps of a supervised run."""
         lesson = lesson_of(self.config, self.policy.chunks, replace(self._vocabulary, temperature=1.0))
         settings, models = self.config.trainer, (self.policy, lesson, self._reference)
-        return Supervised(settings, *models, self.parallel, self._part, self._flops, self.timeline)
+        return Supervised(settings, *models, self.parallel, self._part, self._flops, self._residual, self.timeline)
 
     def parameters(self) -> Mapping[str, Tensor]:
         """Returns the policy's parameters on this rank, as `reshard.trainer_layout.layout` names them.

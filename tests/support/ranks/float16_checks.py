@@ -104,6 +104,10 @@ def check_residual(folder: Path, rank: int, cases: dict[str, list]) -> None:
             assert 0.99 * min(largest) < found < 1.01 * max(largest), (found, largest)
             scale_embedding(subject, float("inf"))
             assert subject.train_batch(part_of(subject, 1)).metrics["residual_max"] == 65504
+            hooks = [len(module._forward_hooks) for chunk in subject.policy.chunks for module in chunk.modules()]
+            for number in range(4):  # as a program has that anneals a setting
+                subject.ppo_with({"clip_low": 0.1 + number / 100})
+            assert hooks == [len(each._forward_hooks) for chunk in subject.policy.chunks for each in chunk.modules()]
 
 
 @torch.no_grad()
