@@ -69,11 +69,6 @@ class Changes:
     checksum: int
     """CRC-32 of the later bits of the changed elements, one after another."""
 
-    @property
-    def share(self) -> float:
-        """The share of elements that changed."""
-        return len(self.places) / max(self.elements, 1)
-
     def after(self, earlier: np.ndarray) -> np.ndarray:
         """Returns the later bits of the changed elements from their earlier bits.
 

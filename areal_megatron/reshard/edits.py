@@ -56,10 +56,6 @@ class Edit:
     values: Tensor
     """[elements] as in `memory`."""
 
-    @property
-    def bytes(self) -> int:
-        return sum(tensor.numel() * tensor.itemsize for tensor in (self.where, self.values))
-
     def moved(self, room: Room) -> Edit | None:
         """Returns the edit with its places and values in `room`, or None if they do not fit."""
         where = room.copy(self.where)

@@ -89,7 +89,6 @@ class Step(NamedTuple):
     """The changes of a message from one version to the next that was looked at."""
 
     since: int
-    until: int
     encoded: bytes
 
 
@@ -121,7 +120,7 @@ class Kept:
                 if self._base is None or (since is not None and since > self._version):
                     self._copy(flat)
                 else:
-                    self._look(self._base, flat, version)
+                    self._look(self._base, flat)
                 self._version = version
                 self._merged.clear()
             if since is None:
@@ -148,13 +147,13 @@ class Kept:
         self._steps.clear()
         self.found = None
 
-    def _look(self, base: Tensor, flat: Tensor, version: int) -> None:
+    def _look(self, base: Tensor, flat: Tensor) -> None:
         changes, values = self._looks.find(base, flat)
         encoded = encode(changes, self._compress)
         bits(base).numpy()[changes.places] = values  # last: what fails before leaves base and version as they are
         self.found = len(encoded)
         size = base.numel() * base.itemsize
-        self._steps.append(Step(self._version, version, encoded))
+        self._steps.append(Step(self._version, encoded))
         if len(encoded) >= size:
             self._steps.clear()
         while sum(len(step.encoded) for step in self._steps) - len(encoded) > size * HISTORY:
