@@ -20,7 +20,7 @@ from rich.text import Text
 from areal_megatron.config import Config
 from areal_megatron.observe import update_warnings
 from areal_megatron.observe.advice import Short, advise
-from areal_megatron.observe.metrics import STEPS, MetricsReader, read_status, surviving
+from areal_megatron.observe.metrics import STEPS, MetricsReader, read_status, surviving, trained_before
 from areal_megatron.observe.status import EngineStatus, Status
 from areal_megatron.process.shown import guard, visible
 from areal_megatron.process.terminal import Terminal
@@ -63,6 +63,7 @@ class Console:
         self._drawn = float("-inf")
         self._phase, self._told_of_lines = "", False
         self._steps: list[dict[str, Any]] = []
+        self._before = trained_before(run)
         self._resumed_after = 0
         self._warned_at: int | None = None
         """The update of the last warning."""
@@ -86,13 +87,17 @@ class Console:
             self._live.stop()
 
     @property
+    def _done(self) -> int:
+        return self._before + len(self._steps)
+
+    @property
     def _updates(self) -> list[dict[str, Any]]:
         """The updates that were read, since the run began or was resumed last."""
         return self._steps[self._resumed_after :]
 
     def summary(self) -> str:
         """Returns the results of the run in a few lines."""
-        lines = [f"{len(self._steps)} of {self._config.updates} {self._unit} done in {self._run.folder}"]
+        lines = [f"{self._done} of {self._config.updates} {self._unit} done in {self._run.folder}"]
         if self._config.mode == "rl":
             lines.append(f"held-out accuracy {self._held_out()}")
         elif self._steps:
@@ -169,7 +174,7 @@ class Console:
             self._warn(record)
             self._advise(record)
         if not self._live and (record["kind"] == "update" or (record["kind"] in STEPS and self._is_twentieth())):
-            self._print(record["time"], _line(record, len(self._steps), self._config.updates))
+            self._print(record["time"], _line(record, self._done, self._config.updates))
 
     def _warn(self, record: dict[str, Any]) -> None:
         """Tells what goes wrong in the updates, once in WARNED_EVERY of them."""
@@ -188,8 +193,8 @@ class Console:
 
     def _is_twentieth(self) -> bool:
         """Whether this step completes another twentieth: supervised steps are too many to log each."""
-        count, total = len(self._steps), self._config.updates
-        return count == 1 or count * 20 // total > (count - 1) * 20 // total
+        count, total = self._done, self._config.updates
+        return len(self._steps) == 1 or count * 20 // total > (count - 1) * 20 // total
 
     def _note(self, when: float, event: str) -> None:
         self._events.append(_stamped(when, event))
@@ -218,7 +223,7 @@ class Console:
         )
 
     def _progress(self) -> Table:
-        done, total = len(self._steps), self._config.updates
+        done, total = self._done, self._config.updates
         row = Table.grid(padding=(0, 2), expand=True)
         row.add_column()
         row.add_column(ratio=1)

@@ -25,7 +25,7 @@ from areal_megatron.config import ConfigError
 from areal_megatron.observe.background import FLUSH_S, AppendedFile, LatestFile, close_all
 from areal_megatron.observe.status import Number, Status
 from areal_megatron.process.files import read_replaced, write_atomically
-from areal_megatron.run.folder import RunFolder
+from areal_megatron.run.folder import RunFolder, line_of
 from areal_megatron.run.json_input import read_record
 
 STEPS = ("update", "sft", "dpo", "reward_model")
@@ -208,6 +208,16 @@ def read_metrics(run: RunFolder, warn: Callable[[str], None] | None = None) -> l
     if warn and reader.problem:
         warn(reader.problem)
     return kept
+
+
+def trained_before(run: RunFolder) -> int:
+    """Returns the number of batches that another run had trained, if this one began with its checkpoint: they count as
+    updates, but have no line here. Raises OSError and ConfigError."""
+    try:
+        line = line_of(run.starts())
+    except FileNotFoundError:  # it has not begun
+        return 0
+    return line[0][0].batches if line else 0
 
 
 def last_saved(run: RunFolder) -> int | None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_right
 from collections import defaultdict, deque
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 
-from areal_megatron.observe.metrics import STEPS, MetricsReader, surviving
+from areal_megatron.config import ConfigError
+from areal_megatron.observe.metrics import STEPS, MetricsReader, surviving, trained_before
 from areal_megatron.run.folder import RunFolder
 
 MOST_POINTS = 400
@@ -22,7 +24,10 @@ class History:
     """The metrics of a run by column, as they come; work that was done again after a resume is dropped."""
 
     def __init__(self, run: RunFolder):
-        self._reader = MetricsReader(run)
+        self._run, self._reader = run, MetricsReader(run)
+        self._before = 0
+        self._versions = array("d")
+        """Those of the updates."""
         self._columns: dict[str, tuple[array, array]] = {}
         self._counts: dict[str, list[tuple[int, dict[str, float]]]] = {}
         self.evaluations: list[dict[str, Any]] = []
@@ -30,8 +35,6 @@ class History:
         """The newest line of an update."""
         self.lately: deque[dict[str, Any]] = deque(maxlen=_LATELY)
         """The newest lines of updates since the run began, or was resumed, last."""
-        self.done = 0
-        """The number of updates."""
         self.revision = 0
         """Changes whenever anything else does."""
 
@@ -48,12 +51,20 @@ class History:
                 self._add(record)
 
     @property
+    def done(self) -> int:
+        """The number of updates."""
+        return self._before + len(self._versions)
+
+    @property
     def problem(self) -> str:
         return self._reader.problem
 
     def _add(self, record: dict[str, Any]) -> None:
+        if not self._versions:
+            with suppress(ConfigError):  # the run's other programs name a damaged record
+                self._before = trained_before(self._run)
         self.last = record
-        self.done += 1
+        self._versions.append(record["version"])
         self.lately.append(record)
         for key, value in record.items():
             if isinstance(value, dict):
@@ -64,7 +75,7 @@ class History:
                 values.append(value)
 
     def _forget(self, version: int) -> None:
-        self.done = min(self.done, max(version, 0))
+        del self._versions[bisect_right(self._versions, version) :]
         for versions, values in self._columns.values():
             end = bisect_right(versions, version)
             del versions[end:], values[end:]

@@ -598,6 +598,19 @@ def test_work_that_is_done_again_is_shown_once(tmp_path):
     assert history.histogram("staleness_histogram") == [[1, 7], [0.25, 0.75]]
 
 
+def test_updates_of_the_run_before_count(tmp_path):
+    run = RunFolder(tmp_path / "run")
+    run.create()
+    run.begin(version=20, batches=21, checkpoint="runs/other/checkpoints/version-000020")
+    metrics, history = MetricsWriter(run), History(run)
+    for v in (21, 22, 23):
+        metrics.write("update", v, {"loss": v})
+    metrics.write("resume", 22, {"incarnation": 1})
+    metrics.close()
+    history.update()
+    assert history.done == 23
+
+
 def test_one_batch_is_read_and_no_other(tmp_path, model, monkeypatch):  # noqa: F811
     run, metrics, _ = make(tmp_path, model)
     metrics.close()

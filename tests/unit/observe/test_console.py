@@ -268,6 +268,17 @@ def test_time_left_follows_the_pace_of_the_updates(run):
     assert "6 of 24, 2 min 6 s left" in shown(screen), "the time between two jobs is not the pace of updates"
 
 
+def test_updates_of_the_run_before_count(run):
+    run.begin(version=20, batches=21, checkpoint="runs/other/checkpoints/version-000020")
+    lines = [f'{{"time": {100 + 3 * n}, "kind": "update", "version": {21 + n}}}\n' for n in range(4)]
+    run.metrics.write_text("".join(lines))
+    screen = Screen()
+    console = Console(run, Config(name="demo", updates=45), screen)
+    console.close()
+    assert "25 of 45, 1 min 0 s left" in shown(screen)
+    assert "25 of 45 updates done" in console.summary()
+
+
 def test_sft_shows_the_loss_and_no_engine(run):
     screen = Screen()
     console = Console(run, Config(name="warm", mode="sft", updates=300), screen)
