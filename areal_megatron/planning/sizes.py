@@ -5,14 +5,15 @@ from __future__ import annotations
 import argparse
 import math
 import re
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
 from areal_megatron.config import Config, ConfigError
 from areal_megatron.planning.pools import Node
 
-_NODES = re.compile(r"(?:--nodes[= ]|-N\s*)(\d+)\s*$")
-_GPUS = re.compile(r"(?:--gpus-per-node[= ]|--gres[= ]gpu:)(?:[A-Za-z]\w*:)?(\d+)\s*$")
+_GPUS = re.compile(r"(?:^|,)gpu:(?:[^:,(]+:)?(\d+)")
+"""The number in gpu:8, gpu:nvidia_a100-sxm4-80gb:8 and gpu:8(S:0-1),nvme:1."""
 
 
 @dataclass(frozen=True)
@@ -76,12 +77,26 @@ def read_header(script: Path) -> Sizes:
         raise ConfigError(
             f"--batch-script: cannot read {script}: {getattr(e, 'strerror', None) or 'not text'}"
         ) from None
-    asked = [line.removeprefix("#SBATCH").strip() for line in lines if line.startswith("#SBATCH")]
-    if any(option == "hetjob" for option in asked):
+    asked = [line.removeprefix("#SBATCH") for line in lines if line.startswith("#SBATCH")]
+    if any(line.strip() == "hetjob" for line in asked):
         raise ConfigError(
             f"--batch-script: {script} asks for nodes of several kinds: plan each pool by --nodes and --gpus"
         )
-    nodes, gpus = ([int(found[1]) for option in asked if (found := kind.match(option))] for kind in (_NODES, _GPUS))
-    if not nodes:
+    try:
+        words = [word for line in asked for word in shlex.split(line, comments=True)]
+    except ValueError as e:
+        raise ConfigError(f"--batch-script: cannot read the #SBATCH lines of {script}: {e}") from None
+    found, _ = _header().parse_known_args(words)
+    if not found.nodes.isdigit():
         raise ConfigError(f"--batch-script: {script} has no line '#SBATCH --nodes=N': give --nodes and --gpus")
-    return Sizes(nodes[-1], gpus[-1] if gpus else 0)
+    gpus = _GPUS.search(found.gpus)
+    return Sizes(int(found.nodes), int(gpus[1]) if gpus else 0)
+
+
+def _header() -> argparse.ArgumentParser:
+    """Returns a parser of sbatch's options, of those about sizes."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("-N", "--nodes", default="")
+    parser.add_argument("--gres", dest="gpus", default="")
+    parser.add_argument("--gpus-per-node", dest="gpus", type="gpu:{}".format)
+    return parser

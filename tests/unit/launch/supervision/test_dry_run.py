@@ -86,6 +86,11 @@ def test_the_scripts_plan_for_the_nodes_of_their_headers(world, tmp_path):
         (["--nodes 2", "--gres gpu:2"], Sizes(2, 2)),
         (["--nodes=2", "--job-name=--nodes=7"], Sizes(2, 0)),
         (["--nodes=2", "--nodes=3"], Sizes(3, 0)),
+        (["--nodes=2  # of the four", "--gpus-per-node=8  # all"], Sizes(2, 8)),
+        (["-N 2 --gpus-per-node=nvidia_a100-sxm4-80gb:8 --mem 0"], Sizes(2, 8)),
+        (["--nodes='2'", "--gres=gpu:h100:8,nvme:1"], Sizes(2, 8)),
+        (["--nodes=2", "--gres=gpu:4(S:0-1)"], Sizes(2, 4)),
+        (["--nodes=2", "--gres=nvme:1"], Sizes(2, 0)),
     ],
 )
 def test_sizes_of_a_batch_script(tmp_path, lines, sizes):
