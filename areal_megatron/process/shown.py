@@ -13,6 +13,7 @@ import unicodedata
 from collections.abc import Iterable
 from functools import lru_cache
 from io import TextIOWrapper
+from types import TracebackType
 from typing import Any, TextIO
 
 _JOINERS = "\u200c\u200d"
@@ -70,11 +71,19 @@ def speak_utf8() -> None:
 
 def guard() -> None:
     """Has stdout and stderr write what is `visible` from now on; only the colours of terminal.Terminal pass. Does what
-    `speak_utf8` does, too."""
+    `speak_utf8` does, too, and has Ctrl-C end the program with a word in place of a traceback."""
     speak_utf8()
+    sys.excepthook = _tell
     for name in ("stdout", "stderr"):
         if not isinstance(stream := getattr(sys, name), _Guarded):
             setattr(sys, name, _Guarded(stream))
+
+
+def _tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if issubclass(kind, KeyboardInterrupt):
+        print("interrupted", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, trace)
 
 
 class _Guarded:

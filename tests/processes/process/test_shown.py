@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import re
+import signal
 import subprocess
 import sys
 
@@ -362,3 +363,13 @@ def test_a_reader_who_leaves_ends_no_program(tmp_path, flush):
     assert writing.stdout.readline() == "0\n"
     writing.stdout.close()
     assert writing.stderr.read() == "" and writing.wait(60) == 0 and (tmp_path / "end").exists()
+
+
+def test_ctrl_c_ends_a_program_with_a_word(tmp_path):
+    os.mkfifo(config := tmp_path / "config.yaml")  # to be read, a program waits as for a file server or a hub
+    command = [sys.executable, "-m", COMMANDS["train"].module, str(config)]
+    waiting = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    with config.open("w"):  # returns once the program has opened it, too
+        waiting.send_signal(signal.SIGINT)
+        said = waiting.communicate(timeout=60)[1]
+    assert said == "interrupted\n" and waiting.returncode == -signal.SIGINT
