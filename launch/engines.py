@@ -55,7 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = Parser("areal_megatron.launch.engines", __doc__)
     actions = parser.add_subparsers(dest="action", required=True)
     adding = actions.add_parser("add", help="start engines on this machine for the run")
-    adding.add_argument("--count", type=int, default=0, help="engines; default: as many as this machine's GPUs hold")
+    adding.add_argument("--count", type=count, default=0, help="engines; default: as many as this machine's GPUs hold")
     adding.add_argument(
         "--address",
         metavar="HOST[:PORT]",

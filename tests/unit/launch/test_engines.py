@@ -56,6 +56,12 @@ def test_engines_on_cpu_share_cores():
     assert [own[0] for own in slots(config("cpu", 1), cores + 1)] == [*range(cores), 0]
 
 
+def test_a_number_of_engines_below_0_is_refused_in_a_line(run, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        engines.main(["add", str(run.folder), "--count", "-1"])
+    assert "--count: expected a whole number, at least 0, is '-1'" in capsys.readouterr().err
+
+
 def test_names_are_never_given_twice(run):
     with ThreadPoolExecutor(8) as pool:
         names = list(pool.map(lambda _: claim(run, 3), range(40)))
