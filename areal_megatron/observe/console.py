@@ -348,12 +348,12 @@ def _engine_table(engines: list[EngineStatus], expected: int) -> Table | Text:
 def _seconds_left(steps: list[dict[str, Any]], left: int) -> float | None:
     """Estimates the time that `left` updates take, from the pace of the last ten since the run began or was resumed.
 
-    Returns None before the second of them, and if no updates are left.
+    Returns None before the second of them, and if no updates are left; 0 if the clock was set back meanwhile.
     """
     recent = steps[-10:]
     if len(recent) < 2 or left <= 0:
         return None
-    return (recent[-1]["time"] - recent[0]["time"]) / (len(recent) - 1) * left
+    return max(0.0, recent[-1]["time"] - recent[0]["time"]) / (len(recent) - 1) * left
 
 
 def _trend(records: list[dict[str, Any]], key: str) -> str:

@@ -268,6 +268,14 @@ def test_time_left_follows_the_pace_of_the_updates(run):
     assert "6 of 24, 2 min 6 s left" in shown(screen), "the time between two jobs is not the pace of updates"
 
 
+def test_a_clock_that_was_set_back_leaves_no_time_below_zero(run):
+    lines = [f'{{"time": {9000 - 3600 * n}, "kind": "update", "version": {n}}}\n' for n in range(2)]
+    run.metrics.write_text("".join(lines))
+    screen = Screen()
+    Console(run, Config(name="demo", updates=24), screen).close()
+    assert "2 of 24" in shown(screen) and "left" not in shown(screen)
+
+
 def test_updates_of_the_run_before_count(run):
     run.begin(version=20, batches=21, checkpoint="runs/other/checkpoints/version-000020")
     lines = [f'{{"time": {100 + 3 * n}, "kind": "update", "version": {21 + n}}}\n' for n in range(4)]
