@@ -272,7 +272,7 @@ class Membership:
     """The connection of another rank's process to rank 0. A context manager."""
 
     def __init__(self, own: Rank, run: RunFolder, config: Config):
-        self._name, self._silence_s = own.name, config.machine.silence_s
+        self._name, self._silence_s, self._config = own.name, config.machine.silence_s, config
         self._joining = Joined(own.number, own.world, hello(own.name))
         self._file, self._longest_s = run.folder / "ranks.json", config.machine.gather_s
         self._run, self._is_to_stop = run, False
@@ -281,11 +281,14 @@ class Membership:
         self._alive = Repeater(lambda: self._say(Alive(self._name)), sign_interval(self._silence_s))
 
     def join(self) -> None:
-        """Returns when rank 0 has answered. Raises HostError after machine.gather_s, ConfigError if it refuses."""
+        """Returns when rank 0 has answered. Raises HostError after machine.gather_s, ConfigError if it refuses, or if
+        the run is there and is not to be resumed."""
         clock = AwakeClock(self._silence_s)
         while clock.now() < self._longest_s:
             self._look()
             if self._meeting is None:
+                with suppress(OSError):
+                    start.check_begun(self._config)  # which ends rank 0 before it can say so
                 time.sleep(POLL_S)
                 continue
             self._say(self._joining)

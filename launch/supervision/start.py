@@ -36,6 +36,7 @@ from areal_megatron.observe.trackers import check_trackers
 from areal_megatron.planning.option_check import check_options, without_kernels
 from areal_megatron.planning.plan import ClusterPlan, plan
 from areal_megatron.planning.pools import Node, Placement
+from areal_megatron.process.files import numbers
 from areal_megatron.programs.fetch import fetch_all
 from areal_megatron.reward.answers import problem_with_answers
 from areal_megatron.reward.function import load_function
@@ -151,8 +152,18 @@ def is_new(config: Config) -> bool:
     if not run.folder.is_dir():
         raise ConfigError(f"{config.run_dir} is no folder, or links to one that is not there (not mounted?)")
     if not config.resume and (not run.leases.exists() or run.has_begun()):
-        raise ConfigError(f"{config.run_dir} exists: choose another name=…, continue it with resume=auto, or remove it")
+        raise _is_there(config)
     return False
+
+
+def check_begun(config: Config) -> None:
+    """Raises ConfigError if incarnations of the config's run can be seen, and it is not to be resumed; OSError."""
+    if not config.resume and numbers(RunFolder(config.run_dir).incarnations):
+        raise _is_there(config)
+
+
+def _is_there(config: Config) -> ConfigError:
+    return ConfigError(f"{config.run_dir} exists: choose another name=…, continue it with resume=auto, or remove it")
 
 
 def _check_place(folder: Path) -> None:

@@ -145,6 +145,13 @@ def test_ranks_that_disagree_and_wrong_input_are_one_line_on_every_rank(job, wor
     assert refused.said[0].count("error: ") == 1 and "error: rank 0 says: " in refused.said[1]
     assert not (tmp_path / "refused").exists()
 
+    run = RunFolder(tmp_path / "there")
+    run.create()
+    run.begin()
+    there = job("there", 2, *small(world))
+    assert there.ended(120) == [2, 2], there.said
+    assert all(said.count("error: ") == 1 and f"{run.folder} exists: choose" in said for said in there.said), there.said
+
     assert alone.ended(120) == [3, 3], alone.said
     assert all("1 of 3 nodes did not answer within 20 s: rank-2" in said for said in alone.said), alone.said
 
