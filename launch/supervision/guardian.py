@@ -1,4 +1,5 @@
-"""Ends the sessions whose ids it has read from stdin once stdin closes: their owner has ended, perhaps by SIGKILL.
+"""Ends the sessions whose ids it has read from stdin once stdin closes: their owner has ended, perhaps by SIGKILL. A
+negative id takes back a session that was ended: the id may be another's by now.
 
 python -m areal_megatron.launch.supervision.guardian TEMPORARY      # their folder for temporary files, which is removed
 """
@@ -14,7 +15,10 @@ from areal_megatron.launch.supervision.shared_memory import SharedMemory
 def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends with its owner, not before
     shared = SharedMemory()
-    end_sessions({int(line) for line in sys.stdin}, shared)
+    sessions: set[int] = set()
+    for session in map(int, sys.stdin):
+        sessions.add(session) if session > 0 else sessions.discard(-session)
+    end_sessions(sessions, shared)
     shutil.rmtree(sys.argv[1], ignore_errors=True)
 
 

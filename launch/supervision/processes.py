@@ -91,6 +91,9 @@ class Child(Log):
         super().__init__(name, log)
         self._memory = memory
         self._process: subprocess.Popen | None = None
+        self._code: int | None = None
+        self.session: int | None = None
+        """The id of its session, until that was ended; None if it could not be started."""
         self.problem = ""
         """Why it could not be started."""
         try:
@@ -105,6 +108,7 @@ class Child(Log):
                     pass_fds=tuple(inherited),
                     preexec_fn=(lambda: os.sched_setaffinity(0, cores)) if cores else None,
                 )
+            self.session = self._process.pid
         except (OSError, ValueError, subprocess.SubprocessError) as e:  # no such program, a full disk, no more memory
             self.problem = f"error: {command[0]} cannot be started: {e}"
             with suppress(OSError):
@@ -112,13 +116,34 @@ class Child(Log):
 
     @property
     def pid(self) -> int | None:
-        """The id of the process, and of its session; None if it could not be started."""
+        """The id of the process; None if it could not be started."""
         return self._process.pid if self._process else None
 
     @property
     def exit_code(self) -> int | None:
-        """None while the process runs; negative if that signal ended it."""
-        return self._process.poll() if self._process else NO_PROGRAM
+        """None while the process runs; negative if that signal ended it.
+
+        The kernel keeps its id for it until `let_go`: a process that has the id of an ended one, and a session of that
+        id, is another's.
+        """
+        if self._process is None:
+            return NO_PROGRAM
+        if self._code is None:
+            try:
+                found = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:  # whoever has started this program ignores SIGCHLD
+                return self._process.poll()
+            if found:
+                self._code = found.si_status * (1 if found.si_code == os.CLD_EXITED else -1)
+        return self._code
+
+    def let_go(self) -> int | None:
+        """Returns the id of its session, which has been ended, and gives it back to the kernel; None if it has none."""
+        if self._process is None or self.session is None or self.exit_code is None:
+            return None
+        session, self.session = self.session, None
+        self._process.poll()
+        return session
 
     def last_bytes(self, most: int) -> bytes:
         return super().last_bytes(most) or self.problem.encode()[:most]
@@ -160,11 +185,12 @@ class Children:
         self._guardian_hears = process.stdin
         return process
 
-    def _tell_guardian(self, child: Child) -> None:
-        if child.pid is None:
+    def _tell_guardian(self, session: int | None) -> None:
+        """Tells it of a session, or by a negative id of one that was ended."""
+        if session is None:
             return
         with suppress(BrokenPipeError):  # it has just been killed: the next one learns of all
-            self._guardian_hears.write(f"{child.pid}\n".encode())
+            self._guardian_hears.write(f"{session}\n".encode())
             self._guardian_hears.flush()
 
     def _keep_guardian(self) -> None:
@@ -181,7 +207,7 @@ class Children:
             self._guardian_hears.close()
         self._guardian, self._guardians = self._new_guardian(), self._guardians + 1
         for child in self.by_name.values():
-            self._tell_guardian(child)
+            self._tell_guardian(child.session)
 
     def start(self, name: str, command: list[str], environment: dict[str, str], log: Path, cores: set[int]) -> Child:
         if earlier := self.by_name.get(name):
@@ -190,19 +216,22 @@ class Children:
         held, _ = self._lifeline
         environment = environment | {"TMPDIR": self._temporary, DESCRIPTOR: str(held)}
         child = self.by_name[name] = Child(name, command, environment, log, cores, self._memory, {held})
-        self._tell_guardian(child)
+        self._tell_guardian(child.session)
         return child
 
     def kill(self, name: str) -> None:
         """Ends a child, which gets one second to end by itself, and its descendants."""
-        self._ended |= end_sessions({self.by_name[name].pid}, self._shared, grace_s=1.0)
+        self._end([self.by_name[name]], grace_s=1.0)
 
     def end(self, keep: Collection[str] = ()) -> None:
         """Ends all children but those to `keep`, with all their descendants."""
-        ended = [child for name, child in self.by_name.items() if name not in keep]
-        self._ended |= end_sessions({child.pid for child in ended}, self._shared)
-        for child in ended:
-            _ = child.exit_code  # reaps it
+        self._end([child for name, child in self.by_name.items() if name not in keep])
+
+    def _end(self, children: Collection[Child], grace_s: float = 3.0) -> None:
+        self._ended |= end_sessions({child.session for child in children}, self._shared, grace_s)
+        for child in children:
+            if (session := child.let_go()) is not None:
+                self._tell_guardian(-session)
 
     def _await_ended(self, name: str) -> None:
         """Waits until the processes that were ended are gone, and the memory of GPUs that they had: `name`, which is
@@ -233,7 +262,7 @@ class Children:
             self._memory.look()
         if now - self._noted >= _NOTE_S:
             self._noted = now
-            self._shared.note(_members({child.pid for child in self.by_name.values()}))
+            self._shared.note(_members({child.session for child in self.by_name.values()}))
         if now - self._rotated >= _ROTATE_S:
             self._rotated = now
             self._rotate_logs()

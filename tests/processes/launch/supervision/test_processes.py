@@ -1,3 +1,4 @@
+import contextlib
 import os
 import resource
 import signal
@@ -258,6 +259,26 @@ def test_an_owner_that_is_asked_to_end_more_than_once_ends_its_children_first(tm
         assert eventually(lambda: "ending" in log.read_text())
         owner.send_signal(again)
         assert owner.wait(30) == 7 and not is_alive(child)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root chooses the id of the next process")
+@pytest.mark.parametrize("was_killed", [False, True])
+def test_a_process_that_gets_the_id_of_an_ended_one_is_left_alone(tmp_path, was_killed):
+    with Children() as children:
+        ended = start(children, tmp_path, "pass")
+        assert eventually(lambda: ended.exit_code is not None)
+        if was_killed:
+            children.kill("child")
+        others = []
+        for _ in range(100):  # many start processes here
+            Path("/proc/sys/kernel/ns_last_pid").write_text(str(ended.pid - 1))
+            others.append(subprocess.Popen(["sleep", "60"], start_new_session=True))
+        assert (ended.pid in {other.pid for other in others}) == was_killed, "an ended one keeps its id until then"
+    with contextlib.ExitStack() as stack:
+        for other in others:
+            stack.callback(other.wait)
+            stack.callback(other.kill)
+        assert [other.poll() for other in others] == [None] * 100
 
 
 def test_children_end_when_their_owner_is_killed(tmp_path):
