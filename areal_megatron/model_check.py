@@ -65,8 +65,7 @@ def check_model(config: Config, weights: bool = True, trains: bool = True) -> No
     there are trainers, or an engine alone.
     """
     path = config.model.path
-    if not Path(path).is_dir():
-        raise ConfigError(f"model.path: there is no folder {path}")
+    _check_folder(path)
     hf = read_config(path)
     model = architecture(hf)
     if model.is_reward_model and config.mode != "reward_model":
@@ -146,11 +145,19 @@ def reference_config(config: Config) -> Config:
     return replace(config, model=replace(config.model, path=path), trainer=trainer, ppo=PPOConfig(), lora=LoraConfig())
 
 
+def _check_folder(path: str) -> None:
+    try:
+        is_folder = Path(path).is_dir()
+    except OSError as e:  # in a folder that this user may not enter
+        raise ConfigError(f"model.path: cannot read {path}: {e.strerror}") from None
+    if not is_folder:
+        raise ConfigError(f"model.path: there is no folder {path}")
+
+
 def _check_teacher(config: Config, weights: bool) -> None:
     path = config.ppo.penalty.kl_folder
     try:
-        if not Path(path).is_dir():
-            raise ConfigError(f"model.path: there is no folder {path}")
+        _check_folder(path)
         check_model(replace(reference_config(config), mode="replay"), weights)
         _check_length(config, read_config(path), path)
         _check_vocabulary(config, path)
@@ -171,8 +178,7 @@ def _check_served(config: Config, name: str, weights: bool) -> None:
     """Raises ConfigError if engines cannot serve a model beside the policy."""
     own, rates = config.served_models[name], name == "reward"
     try:
-        if not Path(own.path).is_dir():
-            raise ConfigError(f"model.path: there is no folder {own.path}")
+        _check_folder(own.path)
         alone = replace(
             config,
             mode="reward_model" if rates else "rl",

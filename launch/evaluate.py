@@ -20,7 +20,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import logging
+import os
 import shutil
 import signal
 import socket
@@ -65,7 +67,7 @@ from areal_megatron.observe.evaluation_folder import Folder, Sampled, digest, fi
 from areal_megatron.planning.option_check import check_for_device, check_options
 from areal_megatron.planning.pools import Process, Slot
 from areal_megatron.process.errors import first_cause
-from areal_megatron.process.files import new_folder, write_atomically, write_json
+from areal_megatron.process.files import write_atomically, write_json
 from areal_megatron.process.shown import guard
 from areal_megatron.programs import comparison
 from areal_megatron.programs.comparison import Model, differences
@@ -588,7 +590,7 @@ def main(arguments: list[str] | None = None) -> int:
         evaluation = OfflineEvaluation(options)
         if options.pass_rates and evaluation.config.environments:
             raise ConfigError("--pass-rates: the run has several environments, name the DATA of one")
-        out = options.out or new_folder("evaluation")
+        out = options.out or _new_folder()
         shown = evaluated(evaluation, out, options.pass_rates)
     except KeyboardInterrupt:
         say("interrupted; the same command with the same --out continues")
@@ -601,6 +603,22 @@ def main(arguments: list[str] | None = None) -> int:
         return 2 if isinstance(cause, ConfigError) else 1
     print(shown)
     return 0
+
+
+def _new_folder() -> Path:
+    """Makes and returns the first runs/evaluation-N that is not there. Raises ConfigError."""
+    runs = Path("runs").absolute()
+    try:
+        runs.mkdir(exist_ok=True)
+        for number in itertools.count(1):
+            with contextlib.suppress(FileExistsError):
+                (folder := runs / f"evaluation-{number}").mkdir()
+                return folder
+    except OSError as e:
+        raise ConfigError(
+            f"{runs}: cannot be written: {e.strerror}; say where answers are kept, --out FOLDER"
+        ) from None
+    raise AssertionError
 
 
 def evaluated(evaluation: OfflineEvaluation, out: Path, pass_rates: Path | None) -> str:
@@ -635,7 +653,7 @@ def evaluated(evaluation: OfflineEvaluation, out: Path, pass_rates: Path | None)
 
 def check_out(out: Path) -> None:
     """Raises ConfigError for a folder that holds something else than an evaluation of several models."""
-    if out.is_dir() and any(out.iterdir()) and not (out / BASE / "settings.json").exists():
+    if os.path.isdir(out) and any(out.iterdir()) and not (out / BASE / "settings.json").exists():
         raise ConfigError(f"{out}: holds something else than an evaluation with --adapters; choose another --out")
 
 

@@ -245,9 +245,10 @@ def free_bytes(run: RunFolder) -> int:
 
 def shortage(run: RunFolder, settings: CheckpointConfig, size: int) -> str:
     """Returns a line if there is too little room for the checkpoints of `size` bytes to come, else ""."""
-    there = sum(bool(_NAME.fullmatch(path.name)) for path in run.checkpoints.glob("version-*"))
-    coming, left = max(1, settings.keep + 1 - there), math.inf
+    coming, left = 1, math.inf
     with contextlib.suppress(OSError):
+        there = sum(bool(_NAME.fullmatch(path.name)) for path in run.checkpoints.glob("version-*"))
+        coming = max(1, settings.keep + 1 - there)
         left = free_bytes(run)
     if left >= coming * size:
         return ""

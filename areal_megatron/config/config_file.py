@@ -9,6 +9,7 @@ import difflib
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import is_dataclass
 from functools import cache
@@ -97,10 +98,11 @@ def _defaults() -> DictConfig:
 def load_run(folder: Path) -> Config:
     """Returns the config of a run. Raises ConfigError also if the folder is none of a run, with the nearest that is."""
     path = folder / "config.yaml"
-    if not path.exists():
-        near = [run for run in names_like(folder) if (run / "config.yaml").exists()]
-        hint = f"did you mean {near[0]}?" if near else "give one such as runs/tiny"
-        raise ConfigError(f"{folder} is no run folder, {hint}")
+    with suppress(OSError):  # in a folder that this user may not enter, as `load` says
+        if not path.exists():
+            near = [run for run in names_like(folder) if (run / "config.yaml").exists()]
+            hint = f"did you mean {near[0]}?" if near else "give one such as runs/tiny"
+            raise ConfigError(f"{folder} is no run folder, {hint}")
     return load(path)
 
 

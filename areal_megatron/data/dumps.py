@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import math
+import os
 import re
 import zlib
 from collections.abc import Callable
@@ -100,7 +101,7 @@ def _check(content: object) -> None:
 
 def dumped(folder: Path) -> dict[int, Path]:
     """Returns the file of each batch by its number, in ascending order. Raises ConfigError if there is none."""
-    names = ((path, _NAME.fullmatch(path.name)) for path in folder.iterdir()) if folder.is_dir() else ()
+    names = ((path, _NAME.fullmatch(path.name)) for path in folder.iterdir()) if os.path.isdir(folder) else ()
     found = {int(name[1]): path for path, name in names if name}
     if not found:
         raise ConfigError(

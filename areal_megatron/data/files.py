@@ -220,9 +220,12 @@ def _files(path: str) -> list[Path]:
     if data := hub.HubData.parse(path):
         return hub.data_files(data)
     folder = Path(path)
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         return [folder]
-    files = sorted(file for file in folder.iterdir() if file.suffix in (".jsonl", ".parquet", ".arrow"))
+    try:
+        files = sorted(file for file in folder.iterdir() if file.suffix in (".jsonl", ".parquet", ".arrow"))
+    except OSError as e:
+        raise _unread(folder, e) from None
     if not files:
         raise ConfigError(f"{path}: no *.jsonl, *.parquet or *.arrow file in this folder")
     if len(sets := sorted({_SHARD.sub("", file.stem) for file in files})) > 1:
@@ -245,7 +248,11 @@ def _rows(path: Path) -> Iterator[tuple[int, Any]]:
     try:
         yield from read(path)
     except OSError as e:
-        raise ConfigError(f"{path}: cannot read the dataset: {e.strerror or e}") from None
+        raise _unread(path, e) from None
+
+
+def _unread(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"{path}: cannot read the dataset: {error.strerror or error}")
 
 
 def _text(path: Path) -> str:

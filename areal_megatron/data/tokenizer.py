@@ -516,10 +516,13 @@ class Tokenizer:
 
     def _library(self) -> tokenizers.Tokenizer:
         file = self._folder / "tokenizer.json"
-        if not file.is_file():
-            raise ConfigError(f"model.path: {file} is missing; save the tokenizer as a fast one (save_pretrained)")
+        missing = f"model.path: {file} is missing; save the tokenizer as a fast one (save_pretrained)"
         try:
             library = tokenizers.Tokenizer.from_buffer(read_regular(file, MOST_TOKENIZER_BYTES))
+        except (FileNotFoundError, NotADirectoryError):
+            raise ConfigError(missing) from None
+        except OSError as e:
+            raise ConfigError(f"model.path: cannot read {file}: {e.strerror}") from None
         except Exception as e:  # the library raises bare Exception for a broken file
             raise ConfigError(f"model.path: {file} is no tokenizer: {printable(str(e))}") from None
         library.no_truncation()

@@ -91,7 +91,7 @@ class HubData:
                 raise ConfigError(f"{text}: expected {_ADDRESS}OWNER/NAME[@REVISION]/FILE")
             return cls(HubRepo("dataset", found["name"], found["revision"] or ""), file=found["file"])
         found = _DATA.fullmatch(text)
-        if not found or text.endswith(DATA_SUFFIXES) or Path(text).exists() or Path(found["name"]).exists():
+        if not found or text.endswith(DATA_SUFFIXES) or any(map(os.path.exists, (text, found["name"]))):
             return None
         repo = HubRepo("dataset", found["name"], found["revision"] or "")
         return cls(repo, found["subset"] or "", found["split"] or "")
@@ -140,7 +140,7 @@ def has_weights(folder: str) -> bool:
     """Whether no weights of a model's folder are to be fetched: it is a user's own, or in the hub's cache with all of
     the files that the hub lists. Asks nobody."""
     if not (cached := _SNAPSHOT.search(folder)):
-        return Path(folder).exists()
+        return os.path.exists(folder)
     repo = HubRepo("model", f"{cached['owner']}/{cached['name']}", cached["revision"])
     names = [name for name in _names(repo, Path(folder)) if _WEIGHTS.fullmatch(name)]
     return bool(names) and all((Path(folder) / name).exists() for name in names)

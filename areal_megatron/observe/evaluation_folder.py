@@ -61,9 +61,9 @@ class Folder:
 
     def __init__(self, path: Path, settings: dict[str, Any]):
         self.path = path
-        if path.is_dir() and not self._settings.exists() and any(map(_is_foreign, path.iterdir())):
-            raise ConfigError(f"{path}: holds something else than an evaluation; choose another --out")
         try:
+            if path.is_dir() and not self._settings.exists() and any(map(_is_foreign, path.iterdir())):
+                raise ConfigError(f"{path}: holds something else than an evaluation; choose another --out")
             path.mkdir(parents=True, exist_ok=True)
             self._file = (path / "answers.jsonl").open("ab", buffering=0)
         except OSError as e:

@@ -76,7 +76,11 @@ def last_record(run: RunFolder, named: Path) -> LaunchRecord:
     names it."""
     if (record := read_record(run)) is not None:
         return record
-    if run.processes.exists():
+    try:
+        is_there = run.processes.exists()
+    except OSError as e:
+        raise ConfigError(f"{run.processes} cannot be read: {e.strerror}") from None
+    if is_there:
         raise ConfigError(
             f"{run.processes} is of another release or damaged: a launcher that lives writes another within "
             f"{RECORD_S:.0f} s, and one that resumes the run does"

@@ -163,11 +163,3 @@ def names_like(path: Path) -> list[Path]:
         return []
     near = difflib.get_close_matches(path.name, [name for name in there if name != path.name], 3, 0.7)
     return [path.with_name(name) for name in near]
-
-
-def new_folder(kind: str, chosen: Path | None = None) -> Path:
-    """Makes and returns `chosen`, or the first runs/KIND-N that does not exist."""
-    folders = (Path("runs") / f"{kind}-{number}" for number in range(1, 10**6))
-    folder = (chosen or next(folder for folder in folders if not folder.exists())).absolute()
-    folder.mkdir(parents=True)
-    return folder

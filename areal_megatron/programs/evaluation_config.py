@@ -46,7 +46,8 @@ from areal_megatron.workflows.workflow import is_tried
 def run_of(options: argparse.Namespace) -> Path | None:
     """Returns the run folder that MODEL names, None if it is a model."""
     folder = Path(options.model)
-    return folder if (folder / "config.yaml").exists() and not (folder / "config.json").exists() else None
+    is_run = os.path.exists(folder / "config.yaml") and not os.path.exists(folder / "config.json")
+    return folder if is_run else None
 
 
 def find_models(options: argparse.Namespace) -> list[Model]:
@@ -54,7 +55,7 @@ def find_models(options: argparse.Namespace) -> list[Model]:
     `model` becomes the folder that the engine loads, for a PEFT folder its base's. Raises ConfigError."""
     options.model = hub.model_folder(options.model, "MODEL")
     folder = Path(options.model)
-    if (folder / ADAPTER).is_file() and not (folder / "config.json").exists():
+    if os.path.isfile(folder / ADAPTER) and not os.path.exists(folder / "config.json"):
         if options.adapters:
             raise ConfigError(
                 f"--adapters: MODEL is their base, and {folder} is an adapter too: name it with the others"

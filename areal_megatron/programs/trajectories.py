@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -75,7 +76,7 @@ FILTERS: dict[str, tuple[Callable[[TrainedTrajectory], float], str]] = {
 def chosen(place: Path, options: argparse.Namespace) -> Iterator[TrainedTrajectory]:
     """Yields the trajectories that pass the filters, with one batch in memory at a time. Raises ConfigError."""
     ranges = {name: bounds for name in FILTERS if (bounds := getattr(options, name))}
-    for path in dumped(RunFolder(place).trajectories).values() if place.is_dir() else [place]:
+    for path in dumped(RunFolder(place).trajectories).values() if os.path.isdir(place) else [place]:
         dump = read(path)
         for trajectory in dump.trajectories:
             found = TrainedTrajectory(dump.number, dump.version, trajectory)
@@ -239,7 +240,7 @@ def print_table(found: Iterator[TrainedTrajectory], tokenizer: Tokenizer, width:
 
 def config_of(place: Path) -> Config:
     """Returns the config of the run that wrote the trajectories. Raises ConfigError."""
-    return config_file.load_run(place.absolute().parent.parent if place.is_file() else place)
+    return config_file.load_run(place.absolute().parent.parent if os.path.isfile(place) else place)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -168,8 +168,8 @@ def _is_there(config: Config) -> ConfigError:
 
 def _check_place(folder: Path) -> None:
     """Raises ConfigError if no folder can be made in `folder`, and makes none."""
-    there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
+    there = next(place for place in (folder, *folder.absolute().parents) if os.path.exists(place))
+    if not os.path.isdir(there) or not os.access(there, os.W_OK):
         raise ConfigError(f"runs_dir: {there} is no folder that can be written: give another with runs_dir=…")
 
 
@@ -220,7 +220,7 @@ def check(
     """
     if config.machine.device == "cuda":
         gpu_settings.check(os.environ | gpu_settings.SETTINGS)  # which every process is given
-    fetched = run is not None or Path(config.model.path).exists()
+    fetched = run is not None or os.path.exists(config.model.path)
     check_trackers(config.track)
     if run is None:
         _check_place(Path(config.runs_dir))
