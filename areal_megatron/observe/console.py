@@ -340,7 +340,8 @@ def _engine_table(engines: list[EngineStatus], expected: int) -> Table | Text:
     for name in ("engine", "state", "version", "requests", "tokens/s"):
         table.add_column(name, justify="left" if name in ("engine", "state") else "right")
     for engine in engines:
-        numbers = str(engine.version), str(engine.running), number(engine.tokens_per_s, 0)
+        version = str(engine.version) if engine.version >= 0 else "–"
+        numbers = version, str(engine.running), number(engine.tokens_per_s, 0)
         table.add_row(engine.name, engine.state, *numbers)
     return table
 

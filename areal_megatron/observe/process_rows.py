@@ -23,7 +23,7 @@ def rows(record: LaunchRecord, status: Status, every: bool) -> list[tuple[str, .
         first, last = members[0], members[-1]
         own = [] if record.outcome else [engines[p.name] for p in members if p.name in engines and p.code is None]
         state = "/".join(sorted({engine.state for engine in own})) or _state(first, record.outcome)
-        versions = sorted({engine.version for engine in own})
+        versions = sorted({engine.version for engine in own if engine.version >= 0})
         found.append(
             (
                 first.name if first is last else f"{first.name} … {last.name.rpartition('-')[2]}",

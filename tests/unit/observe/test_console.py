@@ -229,7 +229,8 @@ def test_panel_shows_progress_engines_and_last_events(run, monkeypatch):
         writer.write("update", version, UPDATE)
     writer.close()
     engine = EngineStatus(name="engine-0", state="ready", version=9, running=96, tokens_per_s=3210.4)
-    now = Status(phase="training", version=10, updates=40, elapsed_s=192, engines=[engine])
+    begun = EngineStatus(name="engine-1", state="waiting for weights")
+    now = Status(phase="training", version=10, updates=40, elapsed_s=192, engines=[engine, begun])
     now.buffer_groups, now.running_groups = 4, 12
     write_status(run, now)
     console.close()
@@ -248,6 +249,7 @@ def test_panel_shows_progress_engines_and_last_events(run, monkeypatch):
     ):
         assert part in text, part
     assert re.search(r"engine-0 +ready +9 +96 +3,210", text)
+    assert re.search(r"engine-1 +waiting for weights +– +0 +0", text)
 
 
 def test_time_left_follows_the_pace_of_the_updates(run):
