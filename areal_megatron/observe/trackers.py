@@ -215,7 +215,8 @@ def open_tracker(name: str, tracked: TrackedRun) -> Tracker:
 def check_trackers(track: TrackConfig) -> None:
     """Raises ConfigError if a tracker of the config is not installed or, online, has no key or no server."""
     for name in track.names:
-        if importlib.util.find_spec(name) is None:
+        found = importlib.util.find_spec(name)
+        if found is None or found.origin is None:  # a folder of that name: W&B keeps its files in one where it was used
             raise ConfigError(f"track.to: {name} is not installed: pip install {' '.join(EXTRAS[name])}")
         if track.online and (missing := _missing(name)):
             raise ConfigError(
@@ -227,11 +228,11 @@ def _missing(name: str) -> str:
     """What a tracker lacks to reach its server, and the cure; "" if nothing."""
     if name == "wandb":
         host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
-        file = Path(os.environ.get("NETRC") or Path.home() / ".netrc")
+        file = Path(os.environ.get("NETRC") or os.path.expanduser("~/.netrc"))  # Path.home raises where there is none
         known = os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE") or _has_key(file, host)
         return "" if known else "no key: set WANDB_API_KEY or run `wandb login`"
     if name == "swanlab":
-        home = os.environ.get("SWANLAB_ROOT") or os.environ.get("SWANLAB_SAVE_DIR") or Path.home() / ".swanlab"
+        home = os.environ.get("SWANLAB_ROOT") or os.environ.get("SWANLAB_SAVE_DIR") or os.path.expanduser("~/.swanlab")
         known = os.environ.get("SWANLAB_API_KEY") or _has_key(Path(home) / ".netrc")
         return "" if known else "no key: set SWANLAB_API_KEY or run `swanlab login`"
     if name == "mlflow":

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import numpy as np
@@ -338,9 +339,34 @@ def test_a_tracker_that_is_not_installed(monkeypatch):
         check_trackers(TrackConfig(to="mlflow"))
 
 
+def test_a_folder_that_a_tracker_has_left_is_no_package(monkeypatch, tmp_path):
+    (tmp_path / "wandb" / "run-20261130-1").mkdir(parents=True)
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    with pytest.raises(ConfigError, match=r"^track.to: wandb is not installed"):
+        check_trackers(TrackConfig(to="wandb"))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes a user that is not known")
+@pytest.mark.parametrize("name", ["wandb", "swanlab"])
+def test_a_user_without_a_home_has_a_key_in_the_environment_or_none(name):
+    code = (
+        "import os, sys; from importlib.machinery import ModuleSpec; from areal_megatron.observe import trackers\n"
+        "trackers.importlib.util.find_spec = lambda name: ModuleSpec(name, None, origin=name)\n"
+        "os.setuid(54321); track = trackers.TrackConfig(to=sys.argv[1], online=True)\n"
+        "try: trackers.check_trackers(track)\n"
+        "except trackers.ConfigError as e: print('no key' in str(e))\n"
+        "os.environ[f'{sys.argv[1].upper()}_API_KEY'] = 'key'; trackers.check_trackers(track)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, name], env={"PYTHONPATH": "."}, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == "True\n" and done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("name", TRACKERS)
 def test_a_tracker_without_a_key(name, monkeypatch, tmp_path):
-    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: ModuleSpec(name, None, origin=name))
     for variable in [v for v in os.environ if v.startswith(("WANDB", "SWANLAB", "MLFLOW", "TRACKIO"))]:
         monkeypatch.delenv(variable)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -364,7 +390,7 @@ def test_a_server_that_is_not_there_is_named_without_its_password(tmp_path):
 
 
 def test_a_key_in_netrc(monkeypatch, tmp_path):
-    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: ModuleSpec(name, None, origin=name))
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     (tmp_path / "netrc").write_text(f"machine api.wandb.ai login user password {KEY}\n")
