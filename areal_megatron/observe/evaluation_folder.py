@@ -95,9 +95,13 @@ class Folder:
     def _lock(self) -> None:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             raise ConfigError(
                 f"{self.path}: another evaluation is writing here; wait for it or choose another --out"
+            ) from None
+        except OSError as e:  # as of Lustre without its option flock
+            raise ConfigError(
+                f"{self.path}: its file system locks no files: {e.strerror}; choose another --out"
             ) from None
 
     def _check(self, settings: dict[str, Any]) -> None:

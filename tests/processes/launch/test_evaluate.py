@@ -348,6 +348,17 @@ def test_two_evaluations_do_not_write_into_one_folder(tmp_path):
     assert "another evaluation is writing here" in second.stderr
 
 
+def test_a_file_system_without_locks_is_named(tmp_path):
+    compiler = shutil.which("cc") or pytest.skip("there is no C compiler")
+    library, out = tmp_path / "flock.so", tmp_path / "out"
+    text = "#include <errno.h>\nint flock(int file, int operation) { errno = ENOSYS; return -1; }"
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, "-xc", "-"], input=text, text=True, check=True)
+    code = f"from areal_megatron.observe.evaluation_folder import *; Folder(Path({str(out)!r}), {{'n': 2}})"
+    settings = {"PYTHONPATH": ".", "LD_PRELOAD": str(library)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=settings, timeout=60)
+    assert f"{out}: its file system locks no files: Function not implemented" in done.stderr
+
+
 def test_a_model_that_was_written_anew_is_another_model(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"1234")
     before = files_digest(tmp_path)
