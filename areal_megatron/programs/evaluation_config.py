@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from areal_megatron.checkpoint import peft
@@ -104,7 +105,7 @@ def export_of(folder: Path) -> Path:
         return found[0]
     raise ConfigError(
         f"{folder} has no model yet, neither hf/ nor one in exports/ (checkpoint.hf_every): let it end, or convert "
-        f"one: areal convert to-hf {folder}/checkpoints/version-000001 MODEL"
+        f"one: areal convert to-hf {quote(str(folder / 'checkpoints/version-000001'))} MODEL"
     )
 
 
@@ -119,7 +120,7 @@ def config_of_run(options: argparse.Namespace, folder: Path) -> Config:
     if trained.mode not in ("rl", "replay"):
         raise ConfigError(
             f"{folder} is a run of mode={trained.mode}, which has no reward: name its model and data, areal evaluate "
-            f"{folder}/hf DATA"
+            f"{quote(str(folder / 'hf'))} DATA"
         )
     if given := next((name for name in ("workflow", "program", "turns", "user") if getattr(options, name)), ""):
         raise ConfigError(f"--{given}: {folder} is a run, which has its own; leave it out")
@@ -131,7 +132,7 @@ def config_of_run(options: argparse.Namespace, folder: Path) -> Config:
         trained.environments = [replace(own, reward="") for own in trained.environments]
     trained.environments = [replace(own, teacher="") for own in trained.environments]
     if not any(own.data.eval for own in trained.by_environment()):
-        raise ConfigError(f"{folder} has no data.eval: name the data, areal evaluate {folder} DATA")
+        raise ConfigError(f"{folder} has no data.eval: name the data, areal evaluate {quote(str(folder))} DATA")
     for place in (trained.data, *trained.environments):
         place.eval = place.eval and fetch(place.eval, "data.eval")
     rollout = trained.rollout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -69,7 +70,7 @@ class Mirrors:
         self._failed.add(name)
         print(
             f"warning: tracker {name} {what}; the run goes on, and what is missing comes with: "
-            f"areal mirror {self._run.folder} {name}",
+            f"areal mirror {shlex.quote(str(self._run.folder))} {name}",
             file=sys.stderr,
             flush=True,
         )

@@ -410,7 +410,7 @@ def stand_in(tmp_path, monkeypatch, body):
 
 
 def test_a_tracker_that_dies_is_named_once(tmp_path, monkeypatch, capsys):
-    run = make_run(tmp_path, UPDATES)
+    run = make_run(tmp_path / "my runs", UPDATES)
     stand_in(tmp_path, monkeypatch, "raise RuntimeError('the server said no')")
     started = Mirrors(run, ["wandb"], 0)
     while started._processes["wandb"].poll() is None:
@@ -421,6 +421,7 @@ def test_a_tracker_that_dies_is_named_once(tmp_path, monkeypatch, capsys):
     started.close(wait=True)
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "tracker wandb has ended with exit code 1" in said
+    assert said.endswith(f"areal mirror '{run.folder}' wandb\n"), "it can be given to a shell as it stands"
     assert "the server said no" in run.log("tracker-wandb").read_text()
 
 
