@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import itertools
 import logging
 import os
 import shutil
@@ -67,7 +66,7 @@ from areal_megatron.observe.evaluation_folder import Folder, Sampled, digest, fi
 from areal_megatron.planning.option_check import check_for_device, check_options
 from areal_megatron.planning.pools import Process, Slot
 from areal_megatron.process.errors import first_cause
-from areal_megatron.process.files import write_atomically, write_json
+from areal_megatron.process.files import new_folder, write_atomically, write_json
 from areal_megatron.process.shown import guard
 from areal_megatron.programs import comparison
 from areal_megatron.programs.comparison import Model, differences
@@ -606,19 +605,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _new_folder() -> Path:
-    """Makes and returns the first runs/evaluation-N that is not there. Raises ConfigError."""
-    runs = Path("runs").absolute()
+    """Makes and returns a folder for the answers. Raises ConfigError."""
     try:
-        runs.mkdir(exist_ok=True)
-        for number in itertools.count(1):
-            with contextlib.suppress(FileExistsError):
-                (folder := runs / f"evaluation-{number}").mkdir()
-                return folder
+        return new_folder("evaluation")
     except OSError as e:
         raise ConfigError(
-            f"{runs}: cannot be written: {e.strerror}; say where answers are kept, --out FOLDER"
+            f"{e.filename}: cannot be written: {e.strerror}; say where answers are kept, --out FOLDER"
         ) from None
-    raise AssertionError
 
 
 def evaluated(evaluation: OfflineEvaluation, out: Path, pass_rates: Path | None) -> str:

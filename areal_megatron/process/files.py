@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import itertools
 import json
 import os
 import secrets
@@ -163,3 +164,16 @@ def names_like(path: Path) -> list[Path]:
         return []
     near = difflib.get_close_matches(path.name, [name for name in there if name != path.name], 3, 0.7)
     return [path.with_name(name) for name in near]
+
+
+def new_folder(kind: str, chosen: Path | None = None) -> Path:
+    """Makes and returns `chosen`, or the first runs/KIND-N that is not there. Raises OSError."""
+    if chosen:
+        (folder := chosen.absolute()).mkdir(parents=True)
+        return folder
+    (runs := Path("runs").absolute()).mkdir(exist_ok=True)
+    for number in itertools.count(1):
+        with contextlib.suppress(FileExistsError):
+            (folder := runs / f"{kind}-{number}").mkdir()
+            return folder
+    raise AssertionError
