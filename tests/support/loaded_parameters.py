@@ -114,6 +114,7 @@ def live(rank: int, folder: Path, examine: Callable[..., Any], lora: Callable[[P
             if rank < tp:
                 sizes = engine_layout.EngineSizes(tp=tp, expert_parallel=expert_parallel)
                 result[f"{name} {tp} {expert_parallel} {dtype}"] = examine(folder / name, config, sizes, rank)
+                gc.freeze()  # what vLLM has imported for the first such model; see main
     (folder / f"{rank}.json").write_text(json.dumps(result))
 
 
