@@ -157,7 +157,7 @@ class Server:
 
 @pytest.fixture(
     scope="module",
-    # what a part of an engine writes of an adapter is in test_adapter_layouts.py, two parts in test_weight_update.py
+    # what a part of an engine writes of an adapter is in test_weight_layouts.py, two parts in test_weight_update.py
     params=[pytest.param(1, id="tp1"), pytest.param(2, id="tp2", marks=pytest.mark.soak)],
 )
 def server(request, tmp_path_factory):

@@ -1,17 +1,21 @@
-"""Every engine layout against what vLLM builds and loads by itself from the same checkpoint."""
+"""Every engine layout against what vLLM builds and loads by itself from the same checkpoint, and what an update writes
+into an engine's slot of an adapter against what vLLM itself writes of the same one."""
 
 import json
 from pathlib import Path
 
 import pytest
+from safetensors.torch import save_file
 
 from areal_megatron.checkpoint import hf
 from areal_megatron.checkpoint.convert import from_hf, to_hf
 from areal_megatron.checkpoint.hf_folder import INDEX
 from areal_megatron.config import Config, DataConfig, MachineConfig, ModelConfig
 from areal_megatron.engine.server import server_command
-from areal_megatron.models.architecture import read_config
+from areal_megatron.models.adapter import Adapter
+from areal_megatron.models.architecture import architecture, read_config
 from areal_megatron.reshard.trainer_layout import MegatronSizes
+from tests.support.adapter_oracle import random_adapter
 from tests.support.loading import load
 from tests.support.models_with_images import write_with_images
 from tests.support.reshard_oracle import MODELS, megatron_shard, write_model
@@ -68,6 +72,29 @@ HALF = [
     ("qwen3.5-moe", 1, False, "bfloat16"),
 ]
 """Cases in half precision."""
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj")
+MLP = ("gate_proj", "up_proj", "down_proj")
+ADAPTERS = {
+    "llama": Adapter(8, 16.0, (*ATTENTION, *MLP)),
+    "qwen2": Adapter(5, 12.0, (*ATTENTION, *MLP), use_rslora=True),
+    "qwen3-tied": Adapter(1, 3.0, ("v_proj", "down_proj")),
+    "qwen3": Adapter(16, 32.0, ("q_proj", "up_proj")),
+    "qwen3-moe": Adapter(8, 16.0, ATTENTION),
+    "glm4-moe": Adapter(8, 16.0, (*ATTENTION, *MLP)),
+    "deepseek-v3-moe": Adapter(8, 16.0, LATENT),
+    "moonlight-moe": Adapter(8, 16.0, ("q_proj", *LATENT[2:], *MLP)),
+    "qwen3-next-moe": Adapter(8, 16.0, ("in_proj_qkvz", "in_proj_ba", "out_proj", *ATTENTION, *MLP)),
+    "qwen3.5": Adapter(5, 12.0, ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj", *ATTENTION, *MLP)),
+    "qwen3.5-moe": Adapter(8, 16.0, ("in_proj_qkv", "in_proj_a", "down_proj")),
+}
+ADAPTED = [
+    *((f"{name}-adapted", tp, False, "float32") for tp in (1, 2) for name in ADAPTERS),
+    ("qwen2-two-kv-heads-adapted", 4, False, "bfloat16"),
+]
+"""Cases of models with an adapter."""
+FUSED = ("qkv_proj", "gate_up_proj", "in_proj_qkvz", "in_proj_ba")
+"""Layers of engines in which several targets lie side by side: those without an adapter stay empty."""
 DESCRIBED = Path(__file__).resolve().parents[2] / "configs" / "models" / "Qwen3-8B"
 RANKS = 4
 SHARD_BYTES = 500_000
@@ -92,6 +119,17 @@ def write_again(folder: Path, name: str, tensors: dict) -> None:
         assert index["weight_map"].keys() == tensors.keys()
 
 
+def write_adapted(folder: Path, name: str, adapter: Adapter, **sizes) -> None:
+    """Writes model `name` of those sizes with a random adapter."""
+    tensors = write_model(name, folder, hidden_size=256, **sizes)
+    known = Adapter(1, 1.0, ("all-linear",)).modules(architecture(read_config(folder)))
+    assert set(adapter.targets) <= set(known)
+    (folder / "adapter").mkdir()
+    factors = random_adapter(tensors, adapter.targets, adapter.rank, seed=0)
+    save_file(factors, folder / "adapter" / "model.safetensors", {"format": "pt"})
+    (folder / "adapter.json").write_text(json.dumps(adapter.told))
+
+
 def hf_overrides(head_dtype: str) -> dict:
     """What an engine is told, whatever the dtype, so that its logits have `head_dtype`."""
     config = Config(
@@ -107,7 +145,8 @@ def hf_overrides(head_dtype: str) -> dict:
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory):
-    """Each rank's case → [parameters as vLLM loaded them, as we filled them]."""
+    """Each rank's case → [parameters as vLLM loaded them, as we filled them, logits], or of a model with an adapter
+    [layers, those in which vLLM's slot is empty, those that differ, those in the last slot]."""
     folder = tmp_path_factory.mktemp("models")
     for name in MODELS:
         heads = {} if "kv_lora_rank" in MODELS[name][1] else {"head_dim": 32}
@@ -116,7 +155,10 @@ def loaded(tmp_path_factory):
     write_with_images("qwen3.5-moe", folder / IMAGES, hidden_size=256)
     # The experts of five do not divide evenly, and the kernel pads the width of each to a multiple of 32.
     write_model("qwen3-moe", folder / "qwen3-moe-five", num_local_experts=5, moe_intermediate_size=48, hidden_size=256)
-    cases = [*((*case, "float32") for case in CASES), *HALF]
+    for name, adapter in ADAPTERS.items():
+        write_adapted(folder / f"{name}-adapted", name, adapter)
+    write_adapted(folder / "qwen2-two-kv-heads-adapted", "qwen2", ADAPTERS["qwen2"], num_key_value_heads=2)
+    cases = [*((*case, "float32") for case in CASES), *HALF, *ADAPTED]
     return load(folder, cases, RANKS, hf_overrides(head_dtype="float32"))
 
 
@@ -152,3 +194,11 @@ def test_what_we_write_is_to_vllm_the_checkpoint_it_came_from(loaded, name):
     ours, *_ = loaded[0][f"{name} 1 False float32"]
     original, *_ = loaded[0][f"{name.rpartition('-')[0]} 1 False float32"]
     assert ours == original
+
+
+@pytest.mark.parametrize(("name", "tp", "expert_parallel", "dtype"), ADAPTED)
+def test_an_update_writes_of_an_adapter_what_vllm_writes(loaded, name, tp, expert_parallel, dtype):
+    for rank in range(tp):
+        layers, empty, different, in_the_last = loaded[rank][f"{name} {tp} {expert_parallel} {dtype}"]
+        assert layers and not different and not in_the_last
+        assert all(layer.endswith(FUSED) for layer in empty)

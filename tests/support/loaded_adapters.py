@@ -1,14 +1,12 @@
-"""Where vLLM itself writes an adapter, beside where an update writes it: started by loading.py.
+"""Where vLLM itself writes an adapter, beside where an update writes it: what loaded_parameters.py asks of a case with
+an adapter.
 
-    python loaded_adapters.py RANKS FOLDER
-
-Of each case as of loaded_parameters.py, FOLDER/NAME has factors in the folder `adapter`, by PEFT's names without their
-prefix, and in adapter.json the fields of an Adapter. Writes of each case the number of layers, those that differ
-between the two slots, and those that have something in the slot which stays empty.
+Its model's folder has factors in the folder `adapter`, by PEFT's names without their prefix, and in adapter.json the
+fields of an Adapter. It finds the number of layers, those in which vLLM's slot is empty, those that differ between the
+two slots, and those that have something in the slot which stays empty.
 """
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +23,14 @@ from areal_megatron.models.adapter import Adapter
 from areal_megatron.models.architecture import architecture, read_config
 from areal_megatron.reshard import engine_layout
 from areal_megatron.reshard.policy_slot import POLICY, PolicySlot
-from tests.support import loaded_parameters
 
 PEFT = "base_model.model."
 TOGETHER = 2
 """Adapters in an engine: the policy's, and the same one as vLLM loads it."""
+
+
+def is_adapted(folder: Path) -> bool:
+    return (folder / "adapter.json").exists()
 
 
 def adapter_of(folder: Path) -> Adapter:
@@ -41,6 +42,9 @@ def room(folder: Path) -> Slots:
 
 
 def options(folder: Path) -> dict[str, Any]:
+    """What an engine is told for the adapter of its model; nothing if that has none."""
+    if not is_adapted(folder):
+        return {}
     own = room(folder)
     sizes = {"max_lora_rank": own.each.rank, "max_loras": own.count, "max_cpu_loras": own.count}
     return {"enable_lora": True, "lora_target_modules": list(own.modules)} | sizes
@@ -72,7 +76,3 @@ def fill(folder: Path, vllm_config, sizes: engine_layout.EngineSizes, rank: int)
     empty = [layer for layer, stack in stacks if not stack[1].any()]
     different = [layer for layer, stack in stacks if not torch.equal(stack[0], stack[1])]
     return [len(manager.modules), empty, different, [layer for layer, stack in stacks if stack[2].any()]]
-
-
-if __name__ == "__main__":
-    sys.exit(loaded_parameters.main(fill, options))

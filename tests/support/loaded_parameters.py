@@ -7,7 +7,7 @@ Imports vLLM once, for all ranks, which are forks of it.
 Loads each model FOLDER/NAME with the sizes and dtype that FOLDER/cases.json names, writes zeros over it, fills it again
 as an update does, and writes FOLDER/RANK.json: case → [parameters as loaded, parameters as filled, logits]. Of each
 parameter that is [shape, dtype, contiguous, sha256], of logits [dtype, how far they are from exact ones, how far exact
-ones are from those rounded to the dtype].
+ones are from those rounded to the dtype]. Where FOLDER/NAME has an adapter, it writes what loaded_adapters.py finds.
 """
 
 import gc
@@ -15,10 +15,8 @@ import hashlib
 import json
 import multiprocessing
 import sys
-from collections.abc import Callable
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
 
 import torch
 from vllm.config import set_current_vllm_config
@@ -31,6 +29,7 @@ from areal_megatron.checkpoint import hf
 from areal_megatron.models.architecture import architecture, for_engines, read_config
 from areal_megatron.reshard import engine_layout
 from areal_megatron.reshard.receive import live_parameters
+from tests.support import loaded_adapters
 from tests.support.loading import RENDEZVOUS
 
 
@@ -81,28 +80,28 @@ def logits(model: torch.nn.Module) -> list:
     return [str(found.dtype), wrong.abs().max().item(), rounded.abs().max().item()]
 
 
-def live(rank: int, folder: Path, examine: Callable[..., Any], lora: Callable[[Path], dict[str, Any]]) -> None:
+def live(rank: int, folder: Path) -> None:
     load_general_plugins()
     if not torch.accelerator.is_available():
         torch.accelerator.empty_cache = lambda: None  # vLLM's CPU worker does the same
     result = {}
     options = json.loads((folder / "cases.json").read_text())
     for name, tp, expert_parallel, dtype in options["cases"]:
-        hf_config = read_config(folder / name)
+        hf_config, adapted = read_config(folder / name), loaded_adapters.is_adapted(folder / name)
         on_cpu = not torch.accelerator.is_available()
         # as engine/server.py has it, and not what vLLM chooses for this machine
         backend = "CPU_MLA" if on_cpu and architecture(hf_config).dimensions.latent else None
         config = EngineArgs(
             model=str(folder / name),
             dtype=dtype,
-            hf_overrides=options["hf_overrides"] | for_engines(folder / name),
+            hf_overrides=({} if adapted else options["hf_overrides"]) | for_engines(folder / name),
             attention_backend=backend,
             tensor_parallel_size=tp,
             enforce_eager=True,
             enable_expert_parallel=expert_parallel,
             max_model_len=64,
             distributed_executor_backend="external_launcher",
-            **lora(folder / name),
+            **loaded_adapters.options(folder / name),
         ).create_engine_config()
         with set_current_vllm_config(config):
             if not parallel_state.model_parallel_is_initialized():
@@ -113,18 +112,18 @@ def live(rank: int, folder: Path, examine: Callable[..., Any], lora: Callable[[P
             parallel_state.initialize_model_parallel(tp)
             if rank < tp:
                 sizes = engine_layout.EngineSizes(tp=tp, expert_parallel=expert_parallel)
+                examine = loaded_adapters.fill if adapted else load_and_fill
                 result[f"{name} {tp} {expert_parallel} {dtype}"] = examine(folder / name, config, sizes, rank)
                 gc.freeze()  # what vLLM has imported for the first such model; see main
     (folder / f"{rank}.json").write_text(json.dumps(result))
 
 
-def main(examine: Callable[..., Any] = load_and_fill, lora: Callable[[Path], dict[str, Any]] = lambda _: {}) -> int:
-    """`examine` returns what is written of a case, whose engine has the options that `lora` makes of its folder."""
+def main() -> int:
     ranks, folder = int(sys.argv[1]), Path(sys.argv[2]).resolve()
     torch.set_num_threads(1)
     gc.freeze()  # vLLM collects garbage twice a model: without what was imported it takes no time
     fork = multiprocessing.get_context("fork")
-    processes = [fork.Process(target=live, args=(rank, folder, examine, lora), daemon=True) for rank in range(ranks)]
+    processes = [fork.Process(target=live, args=(rank, folder), daemon=True) for rank in range(ranks)]
     for process in processes:
         process.start()
     while living := [process for process in processes if process.exitcode is None]:

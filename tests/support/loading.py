@@ -22,22 +22,17 @@ Case = tuple[str, int, bool, str]
 """(name of the model's folder, tp, expert parallel, dtype)"""
 
 
-def load(
-    folder: Path,
-    cases: Sequence[Case],
-    ranks: int,
-    hf_overrides: dict[str, Any],
-    script: str = "loaded_parameters.py",
-) -> list[dict[str, Any]]:
-    """Returns for each of `ranks` ranks what the script writes of each case, by "name tp expert_parallel dtype". The
-    models are in `folder`. Raises AssertionError with the last of the output if a rank fails."""
+def load(folder: Path, cases: Sequence[Case], ranks: int, hf_overrides: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns for each of `ranks` ranks what loaded_parameters.py writes of each case, by "name tp expert_parallel
+    dtype". The models are in `folder`; `hf_overrides` are for those without an adapter. Raises AssertionError with the
+    last of the output if a rank fails."""
     (folder / "cases.json").write_text(json.dumps({"cases": list(cases), "hf_overrides": hf_overrides}))
     (folder / RENDEZVOUS).unlink(missing_ok=True)
     name = f"layouts-{secrets.token_hex(4)}"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_DIST_IDENT": name}
     with (folder / "out").open("w+") as output:
         process = subprocess.Popen(
-            [sys.executable, Path(__file__).with_name(script), str(ranks), folder],
+            [sys.executable, Path(__file__).with_name("loaded_parameters.py"), str(ranks), folder],
             stdout=output,
             stderr=subprocess.STDOUT,
             env=environment,
