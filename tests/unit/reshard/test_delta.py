@@ -74,7 +74,7 @@ def test_changes_of_every_layout_are_those_of_whole_messages(models, name, sizes
     expected = [vllm_parameters(after, config, rank=rank, **asdict(engine)) for rank in range(engine.ranks)]
     held = [vllm_parameters(tensors, config, rank=rank, **asdict(engine)) for rank in range(engine.ranks)]
     held = [{name: t.clone().contiguous() for name, t in rank.items()} for rank in held]
-    plan = Planner(config, sizes, engine, bucket_elements=3000).plan(0)
+    plan = Planner(config, sizes, engine, bucket_elements=8000).plan(0)
     for rank in range(engine.ranks):
         buckets = plan.received_by(rank)
         assert sorted(number for group in plan.groups(buckets) for number in group) == list(range(len(buckets)))
