@@ -29,6 +29,8 @@ FP8 = "float8_e4m3fn"
 _BYTES = ITEMSIZE | {FP8: 1}
 BLOCK_BYTES = 4 * 2**20
 """Read at a time, while the block before is written."""
+SHORT_ROW_BYTES = 16 * 2**10
+"""Rows up to this length are read whole, many in a call, and cut in memory: a call for a part of each takes longer."""
 WRITE_BYTES = 256 * 2**10
 """Bytes of one call of write; with calls of a megabyte and more the kernel (6.18, ext4) takes four times as long."""
 WRITE_BEHIND_BYTES = 64 * 2**20
@@ -155,10 +157,17 @@ def _append(file: FileIO, data: memoryview, sync: bool) -> None:
 def _fill(
     file: int, offset: int, shape: Shape, start: Shape, stop: Shape, stored: str, out: ndarray, dtype: str
 ) -> None:
-    """Reads rows that follow each other in one call, others one after another."""
+    """Reads rows that follow each other in one call, and parts of short ones in few calls, of others one by one."""
     row = prod(shape[1:]) * _BYTES[stored]
     if not any(start[1:]) and stop[1:] == shape[1:]:
         _read_rows(file, offset + start[0] * row, stored, out, dtype)
+        return
+    if 0 < row <= SHORT_ROW_BYTES:
+        part, many = tuple(map(slice, start[1:], stop[1:])), BLOCK_BYTES // row
+        for first in range(0, len(out), many):
+            rows = empty((min(many, len(out) - first), *shape[1:]), stored)
+            _read(file, offset + (start[0] + first) * row, raw(rows))
+            _copy(rows[:, *part], stored, out[first : first + many], dtype)
         return
     for index, rows in zip(range(start[0], stop[0]), out, strict=True):
         _fill(file, offset + index * row, shape[1:], start[1:], stop[1:], stored, rows, dtype)
@@ -169,7 +178,11 @@ def _read_rows(file: int, offset: int, stored: str, out: ndarray, dtype: str) ->
     rows = out if direct else empty(out.shape, stored)
     _read(file, offset, raw(rows))
     if not direct:
-        out[...] = rows if stored == dtype else cast(rows, stored, dtype)
+        _copy(rows, stored, out, dtype)
+
+
+def _copy(rows: ndarray, stored: str, out: ndarray, dtype: str) -> None:
+    out[...] = rows if stored == dtype else cast(rows, stored, dtype)
 
 
 def _read(file: int, offset: int, view: memoryview) -> None:
