@@ -57,7 +57,7 @@ def make_trajectories(count: int, version: int, seed: int = 0, group: int = 1) -
 
 def plain_results(subject: Trainer) -> dict[str, Any]:
     """Returns the results of the subject's model under its config."""
-    return _once(subject, "plain_results", _compute)
+    return once(subject, beside_model(subject, "plain_results"), lambda: _compute(subject.config))
 
 
 def plain_update(subject: Trainer) -> dict[str, Any]:
@@ -65,15 +65,19 @@ def plain_update(subject: Trainer) -> dict[str, Any]:
 
     Runs of the same name share the results.
     """
-    return _once(subject, subject.run.folder.name, _compute_update)
+    return once(subject, beside_model(subject, subject.run.folder.name), lambda: _compute_update(subject.config))
 
 
-def _once(subject: Trainer, name: str, compute: Callable[[Config], dict[str, Any]]) -> dict[str, Any]:
-    """Rank 0 of the first run that asks computes the result, and keeps it beside the model."""
-    path = Path(subject.config.model.path) / f"{name}.pt"
+def beside_model(subject: Trainer, name: str) -> Path:
+    """Returns the file of a result that is the same in all runs of a model."""
+    return Path(subject.config.model.path) / f"{name}.pt"
+
+
+def once(subject: Trainer, path: Path, compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Rank 0 of the first run that asks computes the result, and keeps it in the file."""
     if subject.parallel.is_first and not path.exists():
         temporary = path.with_suffix(f".{os.getpid()}")
-        torch.save(compute(subject.config), temporary)
+        torch.save(compute(), temporary)
         os.replace(temporary, path)
     subject.parallel.barrier()
     return torch.load(path, weights_only=True)

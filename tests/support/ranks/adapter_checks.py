@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -36,7 +35,7 @@ from areal_megatron.trainer.trainer import Trainer
 from tests.support import training_oracle as oracle
 from tests.support.adapter_oracle import adapted_oracle, factors_among, value
 from tests.support.comparison import rounding, whole_gradients
-from tests.support.plain_results import TOKENS, make_trajectories, minibatch, update_data
+from tests.support.plain_results import TOKENS, beside_model, make_trajectories, minibatch, once, update_data
 from tests.support.ranks.checkpoint_checks import update
 from tests.support.ranks.prompt_checks import with_prompts
 from tests.support.ranks.supervised_checks import DPO, STILL, dpo_figures, make_pairs
@@ -69,14 +68,8 @@ def fill(subject: Trainer, of: Any) -> None:
 
 
 def plain(subject: Trainer, name: str) -> dict[str, Any]:
-    """Returns what plain code gives, computed once by rank 0 for all layouts of a model."""
-    path = Path(subject.config.model.path) / f"{name}.pt"
-    if subject.parallel.is_first and not path.exists():
-        temporary = path.with_suffix(f".{os.getpid()}")
-        torch.save(compute(subject.config), temporary)
-        os.replace(temporary, path)
-    subject.parallel.barrier()
-    return torch.load(path, weights_only=True)
+    """Returns what plain code gives for all layouts of a model."""
+    return once(subject, beside_model(subject, name), lambda: compute(subject.config))
 
 
 def content() -> tuple:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -11,7 +12,7 @@ from safetensors.torch import save_file
 from areal_megatron.config import OptimizerConfig
 from areal_megatron.packing.partition import split
 from areal_megatron.trainer.trainer import Trainer
-from tests.support.plain_results import plain_logits
+from tests.support.plain_results import beside_model, once, plain_logits
 from tests.support.ranks.export_checks import mbridges_export
 from tests.support.ranks.trainer_checks import check_logits, make_config, make_trajectories, open_trainer
 from tests.support.tiny_models import load_oracle
@@ -61,4 +62,9 @@ def check_loaded(folder: Path, rank: int, cases: dict[str, list]) -> None:
             loaded = dist_checkpointing.load(state(subject), str(Path(checkpoint) / "trainer"))
             for number, chunk in enumerate(subject.policy.chunks):
                 chunk.module.load_state_dict(loaded[f"model{number}"])
-            check_logits(subject, plain_logits(load_oracle(folder / model)))
+            compute = partial(_logits, folder / model)
+            check_logits(subject, once(subject, beside_model(subject, "logits"), compute))
+
+
+def _logits(folder: Path) -> dict:
+    return plain_logits(load_oracle(folder))

@@ -3,32 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from areal_megatron.config import LoraConfig, OptimizerConfig, PPOConfig
+from areal_megatron.config import Config, LoraConfig, OptimizerConfig, PPOConfig
 from areal_megatron.controller.driven import loss_parts
 from areal_megatron.protocol import GiveSamples
 from areal_megatron.trainer.trainer import Trainer
 from tests.support import training_oracle as oracle
 from tests.support.comparison import assert_gradient, assert_parameters
-from tests.support.plain_results import gradients, make_trajectories
+from tests.support.plain_results import beside_model, gradients, make_trajectories, once
 from tests.support.ranks.trainer_checks import make_config, open_trainer
 from tests.support.tiny_models import load_oracle
 
 CLIP = {"objective": "naive", "clip_low": 0.2, "clip_high": 0.3}
 LR = 2e-3
+CALLS = [("grpo", False, CLIP), ("sft", True, {}), ("grpo", True, CLIP), ("sft", False, {})]
+"""Loss, whether weights are given, and settings of each call."""
 
 
-def asked(loss: str, seed: int, weighted: bool, exact: torch.nn.Module, settings: dict) -> GiveSamples:
-    """Random samples; for the clipped loss, about half of whose ratios are beyond the clip."""
-    samples, random = make_trajectories(7, version=0, seed=seed), np.random.default_rng(seed)
-    for sample in samples:
-        own = oracle.response_logprobs(exact, sample, 0.7).detach().numpy()
-        sample.logprobs = (own + random.normal(0, 0.3, len(own))).astype(np.float32)
+def asked(number: int, loss: str, weighted: bool, settings: dict, logprobs: list[torch.Tensor]) -> GiveSamples:
+    """Random samples, from their log-probabilities; for the clipped loss, about half of whose ratios are beyond the
+    clip."""
+    samples, random = make_trajectories(7, version=0, seed=number), np.random.default_rng(number)
+    for sample, own in zip(samples, logprobs, strict=True):
+        sample.logprobs = (own.numpy() + random.normal(0, 0.3, len(own))).astype(np.float32)
     counts = [int(sample.loss_mask.sum()) for sample in samples]
     advantages, weights = ([random.normal(0, 1, n).astype(np.float32) for n in counts] for _ in range(2))
     given = weights if weighted else []
@@ -55,35 +59,45 @@ def plain(exact: torch.nn.Module, message: GiveSamples) -> tuple[torch.Tensor, t
     return sum((w * own).sum() for w, own in zip(weights, losses, strict=True)), torch.cat(found)
 
 
+def compute_plainly(config: Config) -> dict[str, Any]:
+    """Returns the log-probabilities of each call's samples, the loss and the log-probabilities of the trained tokens,
+    then the gradient of all calls together, and the parameters after a step."""
+    exact, results = load_oracle(Path(config.model.path)).double(), {"samples": [], "losses": [], "logprobs": []}
+    for number, call in enumerate(CALLS):
+        with torch.no_grad():
+            samples = [oracle.response_logprobs(exact, t, 0.7) for t in make_trajectories(7, version=0, seed=number)]
+        loss, logprobs = plain(exact, asked(number, *call, samples))
+        loss.backward()
+        for name, value in (("samples", samples), ("losses", float(loss)), ("logprobs", logprobs.detach().float())):
+            results[name].append(value)
+    gradient = {name: value.clone() for name, value in gradients(exact).items()}
+    decayed = [p for p in exact.parameters() if p.ndim > 1]
+    others = [p for p in exact.parameters() if p.ndim < 2]
+    torch.nn.utils.clip_grad_norm_(exact.parameters(), config.optimizer.clip_grad)
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    o = config.optimizer
+    torch.optim.AdamW(groups, lr=LR, betas=(o.beta1, o.beta2), eps=o.eps).step()
+    return {**results, "gradient": gradient, "parameters": {n: v.float() for n, v in exact.state_dict().items()}}
+
+
 def check_loop(folder: Path, rank: int, cases: dict[str, list]) -> None:
     """Gradients of several calls add up, losses and log-probabilities are those of the formulas, and a step is
     AdamW's; what is only looked at changes nothing. cases: run folder → model, layout."""
     for run, (model, layout) in cases.items():
         config = make_config(folder, model, layout, ppo=PPOConfig(algorithm="grpo"))
         with open_trainer(folder, rank, config, run) as subject:
-            exact = load_oracle(folder / model).double()
-            calls = [("grpo", False, CLIP), ("sft", True, {}), ("grpo", True, CLIP), ("sft", False, {})]
-            more = False
-            for number, (loss, weighted, settings) in enumerate(calls):
-                message = asked(loss, number, weighted, exact, settings)
-                expected, logprobs = plain(exact, message)
+            expected = once(subject, beside_model(subject, "driven"), partial(compute_plainly, config))
+            for number, call in enumerate(CALLS):
+                message = asked(number, *call, expected["samples"][number])
                 for learns in (False, True):
-                    metrics, found = compute(subject, message, learns, more)
-                    assert metrics["loss"] == pytest.approx(float(expected), rel=1e-4, abs=1e-5)
-                    np.testing.assert_allclose(found, logprobs.detach().float().numpy(), atol=2e-5, rtol=0)
-                expected.backward()
-                more = True
-            assert_gradient(subject, gradients(exact))
-            decayed = [p for p in exact.parameters() if p.ndim > 1]
-            others = [p for p in exact.parameters() if p.ndim < 2]
-            torch.nn.utils.clip_grad_norm_(exact.parameters(), config.optimizer.clip_grad)
-            groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-            o = config.optimizer
-            torch.optim.AdamW(groups, lr=LR, betas=(o.beta1, o.beta2), eps=o.eps).step()
+                    metrics, found = compute(subject, message, learns, more=number > 0)
+                    assert metrics["loss"] == pytest.approx(expected["losses"][number], rel=1e-4, abs=1e-5)
+                    np.testing.assert_allclose(found, expected["logprobs"][number].numpy(), atol=2e-5, rtol=0)
+            assert_gradient(subject, expected["gradient"])
             called = []
             applied, metrics = subject.ppo.step(LR, lambda: called.append(1))  # noqa: B023
             assert applied and called == [1] and metrics["lr"] == LR
-            assert_parameters(subject, {n: v.float() for n, v in exact.state_dict().items()}, atol=3e-5)
+            assert_parameters(subject, expected["parameters"], atol=3e-5)
 
 
 def compute(subject: Trainer, message: GiveSamples, learns: bool, more: bool) -> tuple[dict[str, float], np.ndarray]:
