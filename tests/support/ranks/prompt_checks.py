@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from areal_megatron.config import OptimizerConfig, PPOConfig
+from areal_megatron.config import Config, OptimizerConfig, PPOConfig
 from areal_megatron.data.trajectory import Trajectory
 from areal_megatron.packing.partition import split
 from areal_megatron.trainer.batch import pack_trajectories
@@ -17,7 +17,7 @@ from areal_megatron.trainer.token_sums import TokenSums
 from areal_megatron.trainer.trainer import Trainer
 from tests.support import training_oracle as oracle
 from tests.support.comparison import assert_gradient, whole_gradients
-from tests.support.plain_results import critic_minibatch, gradients, make_trajectories, minibatch
+from tests.support.plain_results import beside_model, critic_minibatch, gradients, make_trajectories, minibatch, once
 from tests.support.ranks.routing_checks import Routed, with_routes
 from tests.support.ranks.trainer_checks import MiniBatch, make_config, open_trainer, set_head
 from tests.support.tiny_models import load_oracle
@@ -47,20 +47,28 @@ def check_prompts(folder: Path, rank: int, cases: dict[str, list]) -> None:
         content = minibatch(config.ppo.algorithm)
         with_prompts(content[0])
         with open_trainer(folder, rank, config, run) as subject:
+            batch = MiniBatch(subject, *content, shares_prompts=True)
             for cap in (100, 400):
-                exact = load_oracle(folder / name).double()
-                batch = MiniBatch(subject, *content, shares_prompts=True)
-                loss = oracle.ppo_loss(exact, *content, config)
-                if name == "qwen3_balanced":
-                    members = [members for replica in batch.microbatches(cap) for members in replica]
-                    loss = loss + oracle.balance_loss(exact, content[0], members)
-                loss.backward()
+                members = [members for replica in batch.microbatches(cap) for members in replica]
+                balanced = members if name == "qwen3_balanced" else []
+                path = subject.run.folder / (f"plain-{cap}.pt" if balanced else "plain.pt")
+                expected = once(subject, path, partial(plain_gradient, folder / name, content, config, balanced))
                 batch.forward_backward(cap)
-                assert_gradient(subject, gradients(exact))
+                assert_gradient(subject, expected)
             if subject.critic:  # which an update changes, so that it cannot be repeated
                 check_critic(subject)
             else:
                 check_metrics(subject)
+
+
+def plain_gradient(folder: Path, content: tuple, config: Config, balanced: list[list[int]]) -> dict[str, torch.Tensor]:
+    """Returns the gradient of a mini-batch, with the loss that balances the load of these micro-batches, if any."""
+    exact = load_oracle(folder).double()
+    loss = oracle.ppo_loss(exact, *content, config)
+    if balanced:
+        loss = loss + oracle.balance_loss(exact, content[0], balanced)
+    loss.backward()
+    return gradients(exact)
 
 
 def check_metrics(subject: Trainer) -> None:
@@ -123,12 +131,16 @@ def check_routes(folder: Path, rank: int, cases: dict[str, dict]) -> None:
             .reshape(-1)
             .astype(first.routes.dtype),
         )
-    exact = Routed(load_oracle(folder / "qwen3_moe").double(), trajectories, 2)
+
+    def plain() -> dict[str, torch.Tensor]:
+        exact = Routed(load_oracle(folder / "qwen3_moe").double(), trajectories, 2)
+        oracle.ppo_loss(exact, *content, config).backward()
+        return gradients(exact.model)
+
     for run, layout in cases.items():
         config = make_config(folder, "qwen3_moe", layout)
-        exact.zero_grad()
-        oracle.ppo_loss(exact, *content, config).backward()
         with open_trainer(folder, rank, config, run) as subject:
+            expected = once(subject, beside_model(subject, "shared-routes"), plain)
             for cap in (100, 400):
                 MiniBatch(subject, *content, shares_prompts=True).forward_backward(cap)
-                assert_gradient(subject, gradients(exact.model))
+                assert_gradient(subject, expected)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import AutoConfig
 
 from areal_megatron.config import ConfigError
 from areal_megatron.data.trajectory import Trajectory
@@ -18,7 +19,7 @@ from areal_megatron.trainer.learner import Steps
 from areal_megatron.trainer.model import tensors
 from tests.support import training_oracle as oracle
 from tests.support.comparison import assert_gradient
-from tests.support.plain_results import gradients, make_trajectories, minibatch
+from tests.support.plain_results import beside_model, gradients, make_trajectories, minibatch, once
 from tests.support.ranks.trainer_checks import MiniBatch, make_config, open_trainer
 from tests.support.tiny_models import load_oracle
 
@@ -67,40 +68,44 @@ def check_replay(folder: Path, rank: int, cases: dict[str, dict], family: str = 
 
     cases: run folder → layout.
     """
-    model = load_oracle(folder / family)
-    experts, chosen = (getattr(model.config, name) for name in ("num_local_experts", "num_experts_per_tok"))
-    trajectories, *rest = minibatch()
-    with_routes(trajectories, experts=experts, chosen=chosen)
-    oracles = (load_oracle(folder / family).double() for _ in range(2))
-    exact, free = (Routed(own, t, chosen) for own, t in zip(oracles, (trajectories, minibatch()[0]), strict=True))
+    described = AutoConfig.from_pretrained(folder / family)
+    experts, chosen = described.num_local_experts, described.num_experts_per_tok
+    content, updated = minibatch(), make_trajectories(12, 0, seed=4, group=4)
+    for trajectories in (content[0], updated):
+        with_routes(trajectories, experts=experts, chosen=chosen)
+    # The second batch has no routes: none may be left from the first.
+    contents = {"forced": content, "free": minibatch()}
+
+    def plain() -> dict[str, Any]:
+        results = {}
+        for name, given in contents.items():
+            exact = Routed(load_oracle(folder / family).double(), given[0], chosen)
+            oracle.ppo_loss(exact, *given, config).backward()
+            results[name] = gradients(exact.model)
+        with torch.no_grad():
+            routed = Routed(load_oracle(folder / family), updated, chosen)
+            found = [
+                (oracle.response_logprobs(routed, t, 0.7) - torch.from_numpy(t.logprobs.copy())).abs()[
+                    (t.loss_mask == 1) & (t.versions == 0)
+                ]
+                for t in updated
+            ]
+        return results | {"logprob_diff_mean": float(torch.cat(found).mean())}
+
     for run, layout in cases.items():
         config = make_config(folder, family, layout)
         with open_trainer(folder, rank, config, run) as subject:
-            # The second batch has no routes: none may be left from the first.
-            for forced, content in ((exact, trajectories), (free, minibatch()[0])):
-                forced.zero_grad()
-                oracle.ppo_loss(forced, content, *rest, config).backward()
-                batch = MiniBatch(subject, content, *rest)
+            expected = once(subject, beside_model(subject, "routed"), plain)
+            for name, given in contents.items():
+                batch = MiniBatch(subject, *given)
                 for cap in (40, 400):
                     batch.forward_backward(cap)
-                    assert_gradient(subject, gradients(forced.model))
-            check_update(subject, model, experts, chosen)
-
-
-def check_update(subject, model: torch.nn.Module, experts: int, chosen: int) -> None:
-    """The difference from the engine's log-probabilities is that of a model that uses the engine's experts."""
-    trajectories = with_routes(make_trajectories(12, 0, seed=4, group=4), experts=experts, chosen=chosen)
-    with torch.no_grad():
-        routed = Routed(model, trajectories, chosen)
-        found = [
-            (oracle.response_logprobs(routed, t, 0.7) - torch.from_numpy(t.logprobs.copy())).abs()[
-                (t.loss_mask == 1) & (t.versions == 0)
-            ]
-            for t in trajectories
-        ]
-    parts = split(trajectories, version=0, replicas=subject.config.trainer.dp, minibatches=2, cap=128, seed=0)
-    result = subject.train_batch(parts[subject.parallel.replica])
-    assert result.applied and abs(result.metrics["logprob_diff_mean"] - float(torch.cat(found).mean())) < 1e-4
+                    assert_gradient(subject, expected[name])
+            # The difference from the engine's log-probabilities is that of a model that uses the engine's experts.
+            parts = split(updated, version=0, replicas=subject.config.trainer.dp, minibatches=2, cap=128, seed=0)
+            result = subject.train_batch(parts[subject.parallel.replica])
+            assert result.applied
+            assert abs(result.metrics["logprob_diff_mean"] - expected["logprob_diff_mean"]) < 1e-4
 
 
 def check_other_model(folder: Path, rank: int) -> None:
