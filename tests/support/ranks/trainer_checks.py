@@ -52,10 +52,12 @@ from tests.support.comparison import (
     whole_gradients,
 )
 from tests.support.plain_results import (
+    beside_model,
     critic_minibatch,
     gradients,
     make_trajectories,
     minibatch,
+    once,
     plain_logits,
     plain_results,
     plain_update,
@@ -456,19 +458,21 @@ def check_idle_groups(folder: Path, rank: int, cases: dict[str, list]) -> None:
                 for pass_, tokens in found.items():
                     stack.enter_context(watched(pipeline, pass_, tokens))
                 result = subject.train_batch(parts[subject.parallel.replica])
-            learner, halves = oracle.Learner(load_oracle(folder / model), config), minibatches_of(parts)
-            norms = learner.ppo_update(trajectories, halves)
-            assert_parameters(subject, learner.model.state_dict(), atol=3e-5)
+            halves = minibatches_of(parts)
+            expected = once(
+                subject, subject.run.folder / "plain.pt", partial(plain_steps, config, trajectories, halves)
+            )
+            assert_parameters(subject, expected["parameters"], atol=3e-5)
             metrics = result.metrics
-            assert metrics["grad_norm"] == pytest.approx(np.mean(norms), rel=1e-3)  # Adam hardly sees the size
+            assert metrics["grad_norm"] == pytest.approx(expected["norm"], rel=1e-3)  # Adam hardly sees the size
             assert metrics["trained_tokens"] == sum(masked) and metrics["idle_steps"] == 0
             share = sum(own for own, without in zip(masked, idle, strict=True) if without) / sum(masked)
             assert metrics["zero_advantage_share"] == pytest.approx(share)
             lengths = [sum(trajectories[i].length for i in half if not idle[i]) for half in halves]
             assert all(lengths)  # each half has something to learn
-            for pass_, expected in (("forward", lengths[1]), ("forward_backward", sum(lengths))):
+            for pass_, least in (("forward", lengths[1]), ("forward_backward", sum(lengths))):
                 tokens = subject.parallel.sum_over_replicas(torch.tensor([float(sum(found[pass_]))])).item()
-                assert expected <= config.trainer.cp * tokens < 1.2 * expected  # rows are padded for their layout
+                assert least <= config.trainer.cp * tokens < 1.2 * least  # rows are padded for their layout
 
 
 def minibatches_of(parts: list[BatchPart]) -> list[list[int]]:
@@ -477,6 +481,13 @@ def minibatches_of(parts: list[BatchPart]) -> list[list[int]]:
         [part.trajectories[i].uid for part in parts for i in chain(*part.members[number])]
         for number in range(len(parts[0].minibatches))
     ]
+
+
+def plain_steps(config: Config, trajectories: list[Trajectory], minibatches: list[list[int]]) -> dict:
+    """Returns the parameters after an update, and the mean norm of its gradients."""
+    learner = oracle.Learner(load_oracle(Path(config.model.path)), config)
+    norms = learner.ppo_update(trajectories, minibatches)
+    return {"parameters": learner.model.state_dict(), "norm": float(np.mean(norms))}
 
 
 @contextmanager
@@ -642,61 +653,80 @@ def check_rate_limit(folder: Path, rank: int, cases: dict[str, list]) -> None:
 
     cases: run folder → settings of the optimizer, layout.
     """
-    eta, target, lr = 2, 0.01, 1e-3
     for run, (settings, layout) in cases.items():
+        keys = {"lr": 1e-3, "warmup_steps": 0, "weight_decay": 0.1, "schedule": "linear", "staleness_kl": 0.01}
         config = make_config(
             folder,
             "qwen3",
             layout,
-            optimizer=OptimizerConfig(
-                lr=lr, warmup_steps=0, weight_decay=0.1, schedule="linear", staleness_kl=target, **settings
-            ),
-            rollout=RolloutConfig(group_size=4, temperature=0.7, max_new_tokens=100, max_staleness=eta),
+            optimizer=OptimizerConfig(**keys, **settings),
+            rollout=RolloutConfig(group_size=4, temperature=0.7, max_new_tokens=100, max_staleness=2),
             ppo=PPOConfig(minibatches=2),
         )
-        steps = config.updates * 2
         with open_trainer(folder, rank, config, run) as subject:
-            learner, random, seen = oracle.Learner(load_oracle(folder / "qwen3"), config), np.random.default_rng(3), []
-            paths, factors, step = [], [], learner.step
-            for version in range(4):
-                trajectories, halves = training_data(version)
-                ages, away, entropies = [], [], []
-                for i, t in enumerate(trajectories):
-                    age = random.integers(0, min(version, eta) + 1, len(t.response)).astype(np.int32)
-                    with torch.no_grad():
-                        now, entropy = (own.numpy() for own in oracle.response(learner.model, t, 0.7))
-                    far = random.normal(0, 0.02 + 0.5 * age, len(now)).astype(np.float32)
-                    t.versions, t.logprobs = version - age, now - far
-                    if i in halves[0]:
-                        trained = t.loss_mask == 1
-                        ages += age[trained].tolist()
-                        away += far[trained].tolist()
-                        entropies += entropy[trained].tolist()
-                ages, away = np.array(ages), np.array(away).clip(-2, 2)
-                seen.append((ages, np.exp(away) - 1 - away, np.mean(entropies)))
-                scheduled = [lr * (1 - k / (steps + 1)) for k in (2 * version + 1, 2 * version + 2)]
-                found, rise = plain_factor(seen, paths, eta, target, 2 * scheduled[0])
-                factors.append(min(found, rise * factors[-1]) if factors else found)
-                rates = iter([factors[-1] * rate for rate in scheduled])
-
-                def scaled(loss):
-                    rate = next(rates)  # noqa: B023
-                    for group in learner.optimizer.param_groups:  # noqa: B023
-                        group["lr"] = rate
-                    return step(loss)  # noqa: B023
-
-                learner.step = scaled
-                learner.ppo_update(trajectories, [sorted(half) for half in halves])
+            expected = once(subject, beside_model(subject, "rates"), partial(plain_rates, config))
+            factors = expected["factors"]
+            for version, (factor, last_rate) in enumerate(zip(factors, expected["last_rates"], strict=True)):
+                trajectories, _ = training_data(version)
+                for t, versions, logprobs in zip(
+                    trajectories, expected["versions"][version], expected["logprobs"][version], strict=True
+                ):
+                    t.versions, t.logprobs = versions.numpy(), logprobs.numpy()
                 plan = {"replicas": config.trainer.dp, "minibatches": 2, "cap": 128, "seed": version}
                 part = split(trajectories, version=version, **plan)[subject.parallel.replica]
                 metrics = subject.train_batch(part).metrics
-                paths.insert(0, sum(factors[-1] * rate for rate in scheduled))
-                assert metrics["lr_factor"] == pytest.approx(factors[-1], rel=1e-3)
-                assert metrics["lr"] == pytest.approx(factors[-1] * scheduled[1], rel=1e-3)
+                assert metrics["lr_factor"] == pytest.approx(factor, rel=1e-3)
+                assert metrics["lr"] == pytest.approx(last_rate, rel=1e-3)
                 found = subject.parallel.gather(np.float64(metrics["lr_factor"]).tobytes())
                 assert len(set(found)) <= 1
             assert factors[0] == 1 and max(factors[2:]) < 0.5 and len(set(factors)) == 4, factors
-            assert_parameters(subject, learner.model.state_dict(), atol=3e-5)
+            assert_parameters(subject, expected["parameters"], atol=3e-5)
+
+
+def plain_rates(config: Config) -> dict:
+    """Makes four updates on answers that get staler, with rates that are scaled by the plain formula.
+
+    Returns the versions and log-probabilities of each update's answers, its factor and the rate of its last step, and
+    the parameters after all of them.
+    """
+    eta, target, lr = config.rollout.max_staleness, config.optimizer.staleness_kl, config.optimizer.lr
+    learner, random, seen = oracle.Learner(load_oracle(Path(config.model.path)), config), np.random.default_rng(3), []
+    results = {"versions": [], "logprobs": [], "factors": [], "last_rates": []}
+    paths, factors, step, steps = [], results["factors"], learner.step, config.updates * 2
+    for version in range(4):
+        trajectories, halves = training_data(version)
+        ages, away, entropies = [], [], []
+        for i, t in enumerate(trajectories):
+            age = random.integers(0, min(version, eta) + 1, len(t.response)).astype(np.int32)
+            with torch.no_grad():
+                now, entropy = (own.numpy() for own in oracle.response(learner.model, t, 0.7))
+            far = random.normal(0, 0.02 + 0.5 * age, len(now)).astype(np.float32)
+            t.versions, t.logprobs = version - age, now - far
+            if i in halves[0]:
+                trained = t.loss_mask == 1
+                ages += age[trained].tolist()
+                away += far[trained].tolist()
+                entropies += entropy[trained].tolist()
+        ages, away = np.array(ages), np.array(away).clip(-2, 2)
+        seen.append((ages, np.exp(away) - 1 - away, np.mean(entropies)))
+        scheduled = [lr * (1 - k / (steps + 1)) for k in (2 * version + 1, 2 * version + 2)]
+        found, rise = plain_factor(seen, paths, eta, target, 2 * scheduled[0])
+        factors.append(float(min(found, rise * factors[-1]) if factors else found))
+        rates = iter([factors[-1] * rate for rate in scheduled])
+
+        def scaled(loss):
+            rate = next(rates)  # noqa: B023
+            for group in learner.optimizer.param_groups:
+                group["lr"] = rate
+            return step(loss)
+
+        learner.step = scaled
+        learner.ppo_update(trajectories, [sorted(half) for half in halves])
+        paths.insert(0, sum(factors[-1] * rate for rate in scheduled))
+        results["last_rates"].append(factors[-1] * scheduled[1])
+        for name in ("versions", "logprobs"):
+            results[name].append([torch.from_numpy(getattr(t, name)) for t in trajectories])
+    return results | {"parameters": learner.model.state_dict()}
 
 
 def plain_factor(seen: list, paths: list[float], eta: int, target: float, scheduled: float) -> tuple[float, float]:
