@@ -171,7 +171,8 @@ class Batches:
     def _pack(
         self, trajectories: list[Trajectory], number: int, version: int, probed: list[Excerpt]
     ) -> tuple[list[EncodedBatch], dict[str, Any]]:
-        config = self._config
+        config, ppo = self._config, self._config.ppo
+        all_count = ppo.penalty.coefficients or ppo.correction.m2po
         parts = split(
             trajectories,
             version=version,
@@ -182,7 +183,7 @@ class Batches:
             flops=self._flops,
             multiple=config.trainer.microbatch_multiple,
             share_prompts=config.trainer.share_prompts,
-            within_group=PUBLISHED[config.ppo.algorithm].within_group and not config.ppo.penalty.coefficients,
+            within_group=PUBLISHED[ppo.algorithm].within_group and not all_count,
         )
         for replica, part in enumerate(parts):
             part.probe = probed[replica :: len(parts)]
