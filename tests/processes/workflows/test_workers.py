@@ -34,6 +34,10 @@ MODULE = textwrap.dedent("""
         await episode.sample()
         return [0.5, 0.5]
 
+    async def answers(episode):
+        await episode.sample()
+        return 1.0
+
     async def fails(episode):
         await episode.sample()
         raise ValueError("broken")
@@ -120,7 +124,9 @@ class Pool:
         monkeypatch.chdir(folder)
         monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), *sys.path]))
         answer = answer or (lambda _, number: f"<think>x</think>a{number}")
-        self.world = World(folder / "model", None, answer, template=FORGETTING, **settings)
+        # for workflows that say something: rendering imports transformers, most of what a worker takes to start
+        template = FORGETTING if workflow in ("talk", "multi_turn") else ""
+        self.world = World(folder / "model", None, answer, template=template, **settings)
         rollout = self.world.config.rollout
         rollout.workflow = workflow if workflow == "multi_turn" else f"talking:{workflow}"
         rollout.turns, rollout.workflow_workers = 3, workers
@@ -267,14 +273,16 @@ def test_many_that_compute_in_turn_hold_up_nobody(tmp_path, monkeypatch):
 
 def test_an_engine_that_fails_for_good_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr("areal_megatron.workflows.sampling._RETRY_S", 0.0)
-    pool = Pool(tmp_path, monkeypatch, "talk", lambda *_: EngineError("it is gone"))
+    pool = Pool(tmp_path, monkeypatch, "answers", lambda *_: EngineError("it is gone"))
     with pytest.raises(EngineError, match="it is gone"):
         pool.run()
 
 
 def test_what_is_interrupted_ends_without_a_result_and_asks_nothing_more(tmp_path, monkeypatch):
     nothing = np.zeros(0, np.int32)
-    pool = Pool(tmp_path, monkeypatch, "talk", lambda *_: Completion(nothing, nothing.astype("f4"), nothing, "abort"))
+    pool = Pool(
+        tmp_path, monkeypatch, "answers", lambda *_: Completion(nothing, nothing.astype("f4"), nothing, "abort")
+    )
     pool.world.interrupting = True
     found, counts = pool.run()
     assert found is None and not pool.world.client.calls and not counts["workflow_failures"]
@@ -323,8 +331,8 @@ def test_workers_that_are_killed_while_idle_are_replaced(tmp_path, monkeypatch):
             await asyncio.sleep(0.02)
         return await pool.sample()
 
-    found, _ = Pool(tmp_path, monkeypatch, "talk", workers=2).run(then)
-    assert all(len(one.samples) == 2 for one in found)
+    found, _ = Pool(tmp_path, monkeypatch, "answers", workers=2).run(then)
+    assert len(found) == 2 and all(one.score.correct for one in found)
 
 
 def test_episodes_that_come_while_a_worker_ends_run_in_its_successor(tmp_path, monkeypatch):
@@ -338,8 +346,8 @@ def test_episodes_that_come_while_a_worker_ends_run_in_its_successor(tmp_path, m
             await asyncio.sleep(0)
         return await asyncio.wait_for(asyncio.gather(*begun), 30)
 
-    found, _ = Pool(tmp_path, monkeypatch, "talk").run(then)
-    assert found and all(len(one.samples) == 2 for (one,) in found)
+    found, _ = Pool(tmp_path, monkeypatch, "answers").run(then)
+    assert found and all(one.score.correct for (one,) in found)
 
 
 def test_a_worker_that_is_starting_ends_with_the_others(tmp_path, monkeypatch):
@@ -350,7 +358,7 @@ def test_a_worker_that_is_starting_ends_with_the_others(tmp_path, monkeypatch):
             await asyncio.sleep(0.02)
         return own
 
-    started, _ = Pool(tmp_path, monkeypatch, "talk").run(then)
+    started, _ = Pool(tmp_path, monkeypatch, "answers").run(then)
     assert started and not started & processes_of(os.getpid())
 
 
@@ -367,7 +375,7 @@ def test_workers_give_way_once_they_have_loaded(tmp_path, monkeypatch):
         return [os.getpriority(os.PRIO_PROCESS, thread) for thread in threads]
 
     own = os.getpriority(os.PRIO_PROCESS, 0)
-    priorities, _ = Pool(tmp_path, monkeypatch, "talk").run(then)
+    priorities, _ = Pool(tmp_path, monkeypatch, "answers").run(then)
     assert len(priorities) > 1 and {*priorities} == {min(own + 10, 19)}
     assert (tmp_path / "loading").read_text() == str(own)
 
@@ -381,15 +389,7 @@ def test_workers_end_with_their_controller(tmp_path, monkeypatch):
     async def then(pool):
         return [worker._process.pid for worker in pool.workers._workers]
 
-    pids, _ = Pool(tmp_path, monkeypatch, "talk").run(then)
+    pids, _ = Pool(tmp_path, monkeypatch, "answers").run(then)
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
-
-
-def test_rows_that_cannot_be_sent_stay_here(tmp_path, monkeypatch):
-    pool = Pool(tmp_path, monkeypatch, "talk")
-    original = pool.world.prompt
-    pool.world.prompt = lambda: replace(original(), row={"huge": 2**70, "odd": object()})
-    found, _ = pool.run()
-    assert len(found) == 2
