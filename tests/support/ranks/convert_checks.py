@@ -34,7 +34,7 @@ def check_saved(folder: Path, rank: int, cases: dict[str, list], mbridge: bool) 
         config = make_config(folder, model, trainer, dtype=dtype, optimizer=OptimizerConfig(lr=0.0, warmup_steps=0))
         with open_trainer(folder, rank, config, run) as subject:
             parts = split(
-                make_trajectories(12, 0), version=0, replicas=config.trainer.dp, minibatches=2, cap=128, seed=0
+                make_trajectories(4, 0), version=0, replicas=config.trainer.dp, minibatches=2, cap=128, seed=0
             )
             assert subject.train_batch(parts[subject.parallel.replica]).applied
             target = folder / run / "checkpoint" / "trainer"
