@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _again(program: str, arguments: list[str]) -> str:
     """Returns the command that starts the run once more."""
-    return shlex.join([*program.split(), *(word for word in arguments if not word.startswith(("resume=", "updates=")))])
+    return shlex.join([*program.split(), *(word for word in arguments if not word.startswith("resume="))])
 
 
 def device_of(config: Config) -> str:

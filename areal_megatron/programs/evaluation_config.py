@@ -14,6 +14,7 @@ from typing import Any
 
 from areal_megatron.checkpoint import peft
 from areal_megatron.checkpoint.disk import CheckpointError
+from areal_megatron.checkpoint.folder import newest
 from areal_megatron.config import (
     Config,
     ConfigError,
@@ -103,9 +104,12 @@ def export_of(folder: Path) -> Path:
         return max(found[:2], key=lambda model: (model / "config.json").stat().st_mtime)
     if found:
         return found[0]
+    checkpoint, _ = newest(run)
+    cure = "resume it with resume=auto"
+    if checkpoint:
+        cure = f"convert a checkpoint: areal convert to-hf {quote(str(checkpoint.folder))} MODEL"
     raise ConfigError(
-        f"{folder} has no model yet, neither hf/ nor one in exports/ (checkpoint.hf_every): let it end, or convert "
-        f"one: areal convert to-hf {quote(str(folder / 'checkpoints/version-000001'))} MODEL"
+        f"{folder} has no model yet, neither hf/ nor one in exports/ (checkpoint.hf_every): let it end, or {cure}"
     )
 
 

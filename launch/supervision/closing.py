@@ -38,6 +38,8 @@ def _kept(run: RunFolder, checkpoint: SavedCheckpoint | None) -> str:
 def _next(config: Config, done: bool, again: str, checkpoint: SavedCheckpoint | None) -> str:
     if config.is_driven:  # by the program that has started this launcher
         return "resume  the same program with resume=auto" if checkpoint else ""
+    if done:
+        again = shlex.join(word for word in shlex.split(again) if not word.startswith("updates="))
     command = f"{again} resume=auto" if again else "the same command with resume=auto"
     if not checkpoint:
         return f"again   {command}, from the beginning"

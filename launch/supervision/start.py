@@ -163,7 +163,9 @@ def check_begun(config: Config) -> None:
 
 
 def _is_there(config: Config) -> ConfigError:
-    return ConfigError(f"{config.run_dir} exists: choose another name=…, continue it with resume=auto, or remove it")
+    return ConfigError(
+        f"{config.run_dir} exists: choose another name=…, continue it with resume=auto, or remove it once it has ended"
+    )
 
 
 def _check_place(folder: Path) -> None:

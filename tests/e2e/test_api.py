@@ -235,7 +235,10 @@ def test_what_is_wrong_in_a_cell_is_an_exception_with_one_line(keys, tmp_path):
     assert errors[:-1] == [
         ("ConfigError", "short uses 'limit' of the function around it: give it a default, limit=limit"),
         ("RunError", f"{folder} has been started by this object already, and is running"),
-        ("ConfigError", f"{folder} exists: choose another name=…, continue it with resume=auto, or remove it"),
+        (
+            "ConfigError",
+            f"{folder} exists: choose another name=…, continue it with resume=auto, or remove it once it has ended",
+        ),
         ("KeyboardInterrupt", ""),
     ]
     assert errors[-1][0] == "RunFailed"

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from areal_megatron.checkpoint import folder as checkpoint_folder
 from areal_megatron.checkpoint import peft
 from areal_megatron.config import (
     Config,
@@ -698,7 +699,8 @@ def test_a_mistake_in_a_runs_workflow_is_told_before_an_engine_is_started(world,
 
 def test_what_cannot_be_evaluated_of_a_run_is_said_in_one_line(world, tmp_path, capsys):
     run = tmp_path / "mine"
-    run.mkdir()
+    RunFolder(run).create()
+    RunFolder(run).begin()
     text = RUN.replace("WORKFLOW, turns: 2", "single_turn").replace("EVAL", "''").replace("MODEL", str(world / "model"))
 
     def refused(config, *arguments):
@@ -709,7 +711,14 @@ def test_what_cannot_be_evaluated_of_a_run_is_said_in_one_line(world, tmp_path, 
     assert "mine has no data.eval: name the data, areal evaluate" in refused(text)
     supervised = "name: x\nupdates: 1\nmode: sft\nmodel: {path: m}\ndata: {train: t}\n"
     assert "mine is a run of mode=sft, which has no reward" in refused(supervised)
-    assert "mine has no model yet, neither hf/ nor one in exports/" in refused(text, str(world / "heldout.jsonl"))
+    told = refused(text, str(world / "heldout.jsonl"))
+    assert "mine has no model yet, neither hf/ nor one in exports/" in told and "resume it with resume=auto" in told
+    saved = checkpoint_folder.partial(RunFolder(run), 3)
+    (saved / "trainer").mkdir(parents=True)
+    (saved / "trainer" / "__0_0.distcp").write_bytes(b"state")
+    checkpoint_folder.seal(RunFolder(run), 3, 3)
+    told = refused(text, str(world / "heldout.jsonl"))
+    assert f"areal convert to-hf {run / 'checkpoints' / 'version-000003'} MODEL" in told
     assert evaluate.main([str(world / "model")]) == 2
     assert "DATA missing: areal evaluate MODEL DATA" in capsys.readouterr().err
 

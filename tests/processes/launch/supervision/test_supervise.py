@@ -255,15 +255,15 @@ def test_the_closing_lines_name_checkpoint_model_and_command(tmp_path, monkeypat
     (partial / "trainer" / "__0_0.distcp").write_bytes(b"state")
     checkpoint_folder.seal(run, 20, 20)
     kept = "kept    checkpoint 'runs/my run/checkpoints/version-000020'"
-    assert closing(run, config, False, "areal train c.yaml").splitlines()[:2] == [
+    assert closing(run, config, False, "areal train 'c d.yaml' updates=40").splitlines()[:2] == [
         kept,
-        "resume  areal train c.yaml resume=auto",
+        "resume  areal train 'c d.yaml' updates=40 resume=auto",
     ]
     assert closing(run, driven, True, "").splitlines()[:2] == [kept, "resume  the same program with resume=auto"]
     run.hf.mkdir()
     (run.hf / "config.json").touch()
-    assert closing(run, config, True, "areal train c.yaml").splitlines() == [
+    assert closing(run, config, True, "areal train 'c d.yaml' updates=40").splitlines() == [
         f"{kept}, the model for transformers and vLLM in 'runs/my run/hf'",
-        "go on   areal train c.yaml resume=auto updates=80",
+        "go on   areal train 'c d.yaml' resume=auto updates=80",
         "look    areal status --web 'runs/my run'   or, as one file to pass on, areal report 'runs/my run'",
     ]
