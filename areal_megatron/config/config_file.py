@@ -6,6 +6,7 @@ Every wrong line or override is refused with one line: its place, the problem an
 from __future__ import annotations
 
 import difflib
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -100,10 +101,16 @@ def load_run(folder: Path) -> Config:
     path = folder / "config.yaml"
     with suppress(OSError):  # in a folder that this user may not enter, as `load` says
         if not path.exists():
-            near = [run for run in names_like(folder) if (run / "config.yaml").exists()]
-            hint = f"did you mean {near[0]}?" if near else "give one such as runs/tiny"
-            raise ConfigError(f"{folder} is no run folder, {hint}")
+            raise no_run(folder)
     return load(path)
+
+
+def no_run(folder: Path) -> ConfigError:
+    """Returns the error that names a folder which is none of a run, or is not there, and the nearest that is one."""
+    near = [run for run in names_like(folder) if (run / "config.yaml").exists()]
+    place = "" if os.path.exists(folder) else f" (nothing is there, seen from {os.getcwd()})"
+    hint = f"did you mean {near[0]}?" if near else "give one such as runs/tiny"
+    return ConfigError(f"{folder} is no run folder{place}, {hint}")
 
 
 def options(given: list[str]) -> dict[str, Any]:

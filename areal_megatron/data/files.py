@@ -18,6 +18,7 @@ from areal_megatron.config import Config, ConfigError
 from areal_megatron.data.drawing import stated
 from areal_megatron.hub import hub
 from areal_megatron.process.errors import first_line
+from areal_megatron.process.files import names_like
 from areal_megatron.run.json_input import parse_json
 
 _SHARD = re.compile(r"-\d+-of-\d+$")
@@ -252,7 +253,8 @@ def _rows(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _unread(path: Path, error: OSError) -> ConfigError:
-    return ConfigError(f"{path}: cannot read the dataset: {error.strerror or error}")
+    near = f", did you mean {names_like(path)[0]}?" if isinstance(error, FileNotFoundError) and names_like(path) else ""
+    return ConfigError(f"{path}: cannot read the dataset: {error.strerror or error}{near}")
 
 
 def _text(path: Path) -> str:

@@ -23,6 +23,7 @@ import yaml
 
 from areal_megatron.config import ConfigError
 from areal_megatron.process.errors import first_line, printable
+from areal_megatron.process.files import names_like
 
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow")
 """Files that hold rows of a data set."""
@@ -536,9 +537,11 @@ def _not_cached(repo: HubRepo, key: str, reason: str) -> str:
     from huggingface_hub.constants import HF_HUB_CACHE
 
     option = " --repo-type dataset" if repo.kind == "dataset" else ""
+    near = f", but {names_like(Path(repo.name))[0]}" if names_like(Path(repo.name)) else ""
     return (
-        f"{key}: the {repo.kind} {repo} is not whole in the cache {HF_HUB_CACHE}, {reason}: fetch it where there is a "
-        f"network ('hf download {repo.name}{option}'), into a cache that all nodes see (HF_HOME), or name a folder"
+        f"{key}: no folder {repo.name} is here{near}; the {repo.kind} {repo} is not whole in the cache {HF_HUB_CACHE}, "
+        f"{reason}: fetch it where there is a network ('hf download {repo.name}{option}'), into a cache that all nodes "
+        "see (HF_HOME), or name a folder"
     )
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from areal_megatron.config import ConfigError
+from areal_megatron.config.config_file import no_run
 from areal_megatron.process.files import read_replaced
 from areal_megatron.process.silence import AwakeClock
 from areal_megatron.run.folder import RunFolder
@@ -85,8 +86,9 @@ def last_record(run: RunFolder, named: Path) -> LaunchRecord:
             f"{run.processes} is of another release or damaged: a launcher that lives writes another within "
             f"{RECORD_S:.0f} s, and one that resumes the run does"
         )
-    problem = "has not been started by a launcher" if run.config.exists() else "is no run folder"
-    raise ConfigError(f"{named} {problem}; give a folder such as runs/tiny")
+    if not run.config.exists():
+        raise no_run(named)
+    raise ConfigError(f"{named} has not been started by a launcher; give a folder such as runs/tiny")
 
 
 def state_of(run: RunFolder, record: LaunchRecord) -> str:

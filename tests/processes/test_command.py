@@ -61,7 +61,7 @@ def test_the_program_that_a_command_becomes_shows_its_help(areal):
         (["trian"], "error: 'trian' is no command, did you mean 'areal train'?\n"),
         (["xyzzy"], "error: 'xyzzy' is no command; areal --help lists them\n"),
         (["completion"], "error: areal completion: expected one of bash, zsh, fish\n"),
-        (["status", "nowhere"], "error: nowhere is no run folder; give a folder such as runs/tiny\n"),
+        (["status", "nowhere"], "error: nowhere is no run folder (nothing is there, seen from "),
         (["train", "nowhere.yaml"], "error: nowhere.yaml: cannot read the config: No such file or directory\n"),
     ],
 )

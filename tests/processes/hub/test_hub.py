@@ -137,11 +137,16 @@ def test_a_hub_that_is_ill(server, model):
     assert "status 403" in refused(model_folder, "Tiny/Model-1.5B", "model.path")
 
 
-def test_a_download_that_broke_off_is_not_taken_for_whole(server, model, monkeypatch):
+def test_a_download_that_broke_off_is_not_taken_for_whole(server, model, monkeypatch, tmp_path):
     folder = Path(model_folder("Tiny/Model-1.5B", "model.path"))
     (folder / "model.safetensors").unlink()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert "is not whole in the cache" in refused(model_folder, "Tiny/Model-1.5B", "model.path")
+    text = refused(model_folder, "Tiny/Model-1.5B", "model.path")
+    assert "model.path: no folder Tiny/Model-1.5B is here; the model Tiny/Model-1.5B is not whole in the cache" in text
+    (tmp_path / "Tiny" / "Model-1.5").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    text = refused(model_folder, "Tiny/Model-1.5B", "model.path")
+    assert "no folder Tiny/Model-1.5B is here, but Tiny/Model-1.5; the model" in text
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     assert (Path(model_folder("Tiny/Model-1.5B", "model.path")) / "model.safetensors").exists()
 

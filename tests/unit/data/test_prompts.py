@@ -320,6 +320,8 @@ def test_check_data_names_missing_files_and_prompts_that_never_fit(folder, tmp_p
         check_data(config(folder, train=path, max_prompt_tokens=6))
     with pytest.raises(ConfigError, match=r"nowhere.jsonl: cannot read the dataset: No such file"):
         check_data(config(folder, train=path, eval="nowhere.jsonl"))
+    with pytest.raises(ConfigError, match=rf"No such file or directory, did you mean {path}\?$"):
+        check_data(config(folder, train=path, eval=f"{path[:-6]}s.jsonl"))
     with pytest.raises(ConfigError, match=r"tokenizer.json is missing"):
         check_data(config(tmp_path / "elsewhere", train=path))
 
