@@ -162,7 +162,7 @@ def _fill(
     if not any(start[1:]) and stop[1:] == shape[1:]:
         _read_rows(file, offset + start[0] * row, stored, out, dtype)
         return
-    if 0 < row <= SHORT_ROW_BYTES:
+    if 0 < row <= min(SHORT_ROW_BYTES, BLOCK_BYTES):
         part, many = tuple(map(slice, start[1:], stop[1:])), BLOCK_BYTES // row
         for first in range(0, len(out), many):
             rows = empty((min(many, len(out) - first), *shape[1:]), stored)

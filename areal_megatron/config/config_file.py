@@ -106,7 +106,7 @@ def load_run(folder: Path) -> Config:
 
 
 def no_run(folder: Path) -> ConfigError:
-    """Returns the error that names a folder which is none of a run, or is not there, and the nearest that is one."""
+    """Returns the error for a folder of no run, or that is not there, with the nearest of a run."""
     near = [run for run in names_like(folder) if (run / "config.yaml").exists()]
     place = "" if os.path.exists(folder) else f" (nothing is there, seen from {os.getcwd()})"
     hint = f"did you mean {near[0]}?" if near else "give one such as runs/tiny"

@@ -40,6 +40,7 @@ from areal_megatron.process.shown import escaped, guard, visible
 from areal_megatron.process.terminal import Terminal
 from areal_megatron.programs import audit, convert, fetch, rows, status, trajectories
 from areal_megatron.run.folder import RunFolder
+from tests.conftest import take_interrupts
 from tests.unit.programs.test_trajectories import answer, model  # noqa: F401 - a fixture
 from tests.unit.test_rooms import every_import, trees
 
@@ -368,7 +369,7 @@ def test_a_reader_who_leaves_ends_no_program(tmp_path, flush):
 def test_ctrl_c_ends_a_program_with_a_word(tmp_path):
     os.mkfifo(config := tmp_path / "config.yaml")  # to be read, a program waits as for a file server or a hub
     command = [sys.executable, "-m", COMMANDS["train"].module, str(config)]
-    waiting = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    waiting = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=take_interrupts)
     with config.open("w"):  # returns once the program has opened it, too
         waiting.send_signal(signal.SIGINT)
         said = waiting.communicate(timeout=60)[1]
