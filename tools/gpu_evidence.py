@@ -43,8 +43,8 @@ STEPS = {
 }
 """The most seconds that a step may take. Few take all: a step whose package is missing is over at once."""
 TOTAL_S = 580
-"""The most seconds of all steps together: machines with a GPU are lent for ten minutes at a time, and more. A step
-that gets less than its limit can be run again alone."""
+"""The most seconds of all steps together, so that one job of ten minutes is enough. A step that gets less than its
+limit can be run again alone."""
 PACKAGES = ("torch", "megatron-core", "vllm", "transformers", "transformer-engine", "triton", "nvidia-nccl-cu13")
 LOCK = ROOT / "requirements-gpu.lock"
 POLL_S = 0.1

@@ -112,7 +112,7 @@ class Likelihood:
 
 @dataclass(frozen=True)
 class Gradient:
-    """What came of `Policy.forward_backward` or `Policy.forward`."""
+    """The result of `Policy.forward_backward` or `Policy.forward`."""
 
     loss: float
     """The weighted sum of the tokens' losses."""
@@ -123,7 +123,7 @@ class Gradient:
 
 
 class Policy:
-    """The trainers and engines of a run, which do what this object is told. A context manager.
+    """A run's trainers and engines, driven by the calls of a program. A context manager.
 
     `config` and `keys` are as for `Run`; `updates` is the number of steps that optimizer.schedule counts, and data,
     rewards and batch sizes mean nothing. With `resume="auto"` it goes on from its last checkpoint. Calls return when
@@ -228,7 +228,7 @@ class Policy:
         return self._compute(samples, loss, settings, learns=False)
 
     def step(self, lr: float | None = None) -> dict[str, float]:
-        """Takes an optimizer step by the gradient that there is, and returns metrics. `lr`: None has the schedule's.
+        """Takes an optimizer step with the accumulated gradient, and returns metrics. `lr`: None for the schedule's.
 
         The version counts steps. One whose gradient is not finite changes nothing: `skipped_steps` is 1 then.
         """
@@ -251,8 +251,8 @@ class Policy:
         self._ask(LoadVersion(str(given.path(checkpoint, "checkpoint").absolute())))
 
     def turn_to(self, adapter: int, new: bool = False) -> None:
-        """Has what follows train, look at, save, load and publish another of lora.adapters adapters, counted from 0,
-        the first one. It is as it was left, with its optimizer and gradient; new at first, and with `new`."""
+        """Switches to one of lora.adapters adapters, counted from 0, the first one: later calls train, save, load and
+        publish it. It keeps its optimizer and gradient between switches; `new` starts it afresh."""
         if not self.config.has_adapters:
             raise ConfigError("lora.rank: without adapters there is one model: give their rank")
         adapter = given.whole(adapter, "adapter", 0)
@@ -286,7 +286,7 @@ class Policy:
 
     @property
     def version(self) -> int:
-        """Which the trainers have."""
+        """The version that the trainers have."""
         return self._version
 
     def __enter__(self) -> Policy:

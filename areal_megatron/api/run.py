@@ -141,15 +141,15 @@ class Run:
 
     @property
     def status(self) -> Status:
-        """What the run does at the moment."""
+        """What the run is doing now."""
         return read_status(RunFolder(self.folder))
 
     def metrics(self, kind: str = "") -> Iterator[dict[str, Any]]:
         """Yields the lines of metrics.jsonl of a kind (docs/metrics.md), from the first one on, as they are written: by
         default of updates, or of steps in supervised modes.
 
-        It ends when the run that this object has started does, else with the newest line. What a resumed run does again
-        comes again.
+        It ends with the run if this object has started it, otherwise after the newest line. Updates that are made again
+        after a resume come again.
         """
         reader, kind = MetricsReader(RunFolder(self.folder)), kind or self._kind
         running = True
@@ -203,7 +203,7 @@ class Run:
 
 
 class RunEngines:
-    """What `areal engines` does, for one run, which may have been started elsewhere: `run.engines`. How they are is in
+    """What `areal engines` does, for one run, which may have been started elsewhere: `run.engines`. Their state is in
     `run.status.engines`.
     """
 

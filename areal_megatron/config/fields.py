@@ -684,6 +684,8 @@ class EnvironmentConfig:
 
 @dataclass
 class Config:
+    """The configuration of a run (docs/keys.md)."""
+
     name: str = MISSING
     """Run folder: runs_dir/name."""
     runs_dir: str = "runs"

@@ -66,7 +66,8 @@ class BatchResult:
     the same weights as before."""
     metrics: dict[str, float]
     """Means over trained tokens, the mean gradient norm and the last learning rate of the steps taken, and counts.
-    Answers that are left out, since they have no gradient, count in `loss` and `zero_advantage_share` alone.
+    Answers that are left out, since they have no gradient, count in `loss`, `trained_tokens` and `zero_advantage_share`
+    alone.
     `logprob_diff_max`, `logprob_diff_p99` and `logprob_diff_mean` compare trainer and engine, and are present only if
     the batch has tokens that were sampled by the trained version."""
     probe: np.ndarray

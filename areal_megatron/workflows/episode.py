@@ -196,8 +196,7 @@ class Episode:
     def say(self, messages: str | Chat) -> None:
         """Adds messages after the answer, which are not trained; a string is one message of the user.
 
-        Where the chat template shows the conversation so far otherwise than it was (rollout.samples), another sample
-        begins.
+        If the chat template now renders the conversation so far differently, another sample begins (rollout.samples).
 
         Raises EpisodeOver if they would leave no token for an answer, ConfigError if the chat template refuses them.
         """
