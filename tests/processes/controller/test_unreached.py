@@ -32,6 +32,7 @@ from areal_megatron.reshard.trainer_layout import MegatronSizes
 from areal_megatron.run.folder import RunFolder
 from tests.support.link_store import open_store
 from tests.support.reshard_oracle import CONFIG
+from tests.support.routes import served
 
 BUCKET = 4000
 """Elements of a message: dozens of them."""
@@ -53,15 +54,8 @@ class StandInEngine:
         self._inlet = self._update = None
         self.joined = 0
 
-    @asynccontextmanager
-    async def serving(self):
-        app = web.Application()
-        app.router.add_route("*", "/{route:.*}", self._answer)
-        runner = web.AppRunner(app, shutdown_timeout=0.1)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-        await runner.cleanup()
+    def serving(self):
+        return served(self._answer)
 
     async def _answer(self, request):
         body, reply = await request.read(), {"seconds": 0.0}

@@ -11,6 +11,7 @@ from areal_megatron.controller.fleet import Fleet
 from areal_megatron.controller.schedule import Schedule
 from areal_megatron.engine.client import EngineError
 from areal_megatron.run.folder import RunFolder
+from tests.support.routes import served
 
 
 class Server:
@@ -19,15 +20,8 @@ class Server:
     def __init__(self):
         self.dead, self.silent, self.asked = False, False, asyncio.Event()
 
-    @asynccontextmanager
-    async def serving(self):
-        app = web.Application()
-        app.router.add_route("*", "/{route:.*}", self._answer)
-        runner = web.AppRunner(app, shutdown_timeout=0.1)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-        await runner.cleanup()
+    def serving(self):
+        return served(self._answer)
 
     async def _answer(self, request):
         if request.path == "/health" and self.silent:

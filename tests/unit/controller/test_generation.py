@@ -12,18 +12,8 @@ from areal_megatron.controller.generation import Generation
 from areal_megatron.controller.schedule import Schedule
 from areal_megatron.engine.client import EngineClient
 from areal_megatron.observe.status import EngineState
+from tests.support.routes import served
 from tests.unit.workflows.test_seeds import PROMPTS, Asked, setting
-
-
-async def serve(stack, answer):
-    """Returns where a web server answers everything by `answer`."""
-    app = web.Application()
-    app.router.add_route("*", "/{route:.*}", answer)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    stack.push_async_callback(runner.cleanup)
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    return f"http://127.0.0.1:{runner.addresses[0][1]}"
 
 
 def test_a_run_stops_though_engines_do_not_answer(tmp_path, monkeypatch):
@@ -45,7 +35,7 @@ def test_a_run_stops_though_engines_do_not_answer(tmp_path, monkeypatch):
             config, sampler = setting(tmp_path, Asked())
             timeline = sampler.engines.pop().timeline
             for index, answer in enumerate((silent, silent, whole, silent)):
-                client = EngineClient(f"engine-{index}", await serve(stack, answer), "token", 60)
+                client = EngineClient(f"engine-{index}", await stack.enter_async_context(served(answer)), "token", 60)
                 stack.push_async_callback(client.close)
                 sampler.engines.append(Engine(index, client, timeline))
             sampler.engines[3].leave(EngineState.LOST)
@@ -68,7 +58,7 @@ def test_an_engine_that_is_lost_before_its_group_has_begun_holds_nothing(tmp_pat
                 await asyncio.Event().wait()
 
             config, sampler = setting(tmp_path, Asked())
-            client = EngineClient("engine-0", await serve(stack, answer), "token", 60)
+            client = EngineClient("engine-0", await stack.enter_async_context(served(answer)), "token", 60)
             stack.push_async_callback(client.close)
             engine = sampler.engines[0] = Engine(0, client, sampler.timeline)
             schedule, changed = Schedule(batch_size=4, group_size=2, max_staleness=0, updates=3), Changed()
