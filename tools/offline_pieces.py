@@ -64,8 +64,8 @@ def _required(name: str, extras: frozenset[str], machine: Mapping[str, str]) -> 
 
 
 def pinned() -> dict[str, str]:
-    """Returns package → version of requirements-cpu.lock."""
-    text = (ROOT / "requirements-cpu.lock").read_text(encoding="utf-8")
+    """Returns package → version of requirements-cpu.lock, and of requirements-test.lock for what is not in that."""
+    text = "".join((ROOT / f"requirements-{lock}.lock").read_text(encoding="utf-8") for lock in ("test", "cpu"))
     return {canonicalize_name(name): version for name, version in re.findall(r"^([\w.-]+)==([^\s+]+)", text, re.M)}
 
 

