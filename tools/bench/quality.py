@@ -4,7 +4,7 @@
                                   [--json FILE] [--out runs/quality-N] [key=value …]
 
 Both train the same warm-started model on the same prompts, with as many answers a batch, one optimizer step a batch,
-the same optimizer and constant rate, on the same two cores. The time begins with the first answer's generation. The
+the same loss, optimizer and constant rate, on the same two cores. The time begins with the first answer's generation. The
 accuracy is that of sampled answers (temperature 1), as a moving mean over ten batches. Each system counts with the rate
 that is best for it. TRL is installed into a folder beside the runs (requirements-trl.lock).
 

@@ -62,6 +62,7 @@ def main(
         weight_decay=weight_decay,
         max_grad_norm=clip_grad,
         beta=0.0,
+        loss_type="grpo",  # the mean over answers of each one's mean, as here; TRL's default is the mean over tokens
         gradient_checkpointing=False,
         bf16=False,
         use_cpu=True,
