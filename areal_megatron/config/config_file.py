@@ -40,6 +40,9 @@ _FIELDS = {key: f for key, f, value in config_fields(_EVERY) if not isinstance(v
 """The key of an environment is here once, as `environments.0.KEY`."""
 _KEYS = "areal_megatron/config/fields.py"
 """Where all keys are told."""
+_EXAMPLE = "configs/tiny_cpu.yaml"
+_DATA = (".jsonl", ".parquet", ".arrow", ".csv")
+"""Files that hold rows."""
 _LIST = "environments"
 """The only key with a list, of sections."""
 _SECTIONS = {key for key, *_ in config_fields(_EVERY)} - _FIELDS.keys()
@@ -158,11 +161,15 @@ Entry = tuple[str, yaml.Node, str]
 
 
 def _read_file(path: Path) -> list[Entry]:
+    if path.suffix in _DATA:
+        raise ConfigError(f"{path} is data, not a config: give a YAML file such as {_EXAMPLE}, and data.train={path}")
     try:
         tree = yaml.compose(path.read_text(encoding="utf-8"), yaml.SafeLoader)
     except OSError as e:
         near = f", did you mean {names_like(path)[0]}?" if names_like(path) else ""
-        near = "; give a YAML file, such as configs/tiny_cpu.yaml" if isinstance(e, IsADirectoryError) else near
+        near = f"; give a YAML file, such as {_EXAMPLE}" if isinstance(e, IsADirectoryError) else near
+        if not near and "=" in path.name:
+            near = f": give a YAML file before it, such as {_EXAMPLE} {path}"
         raise ConfigError(f"{path}: cannot read the config: {e.strerror}{near}") from None
     except UnicodeDecodeError as e:
         raise ConfigError(f"{path}: not YAML in UTF-8: {e.reason}") from None
@@ -171,10 +178,17 @@ def _read_file(path: Path) -> list[Entry]:
     except yaml.YAMLError as e:
         mark = getattr(e, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else str(path)
-        raise ConfigError(f"{where}: not YAML: {getattr(e, 'problem', first_line(e))}") from None
+        raise ConfigError(f"{where}: not YAML: {getattr(e, 'problem', first_line(e))}{_begun(e)}") from None
     if tree is not None and not isinstance(tree, yaml.MappingNode):
         raise ConfigError(f"{path}: expected `key: value` lines")
     return list(_entries(path, tree, "", {}) if tree else [])
+
+
+def _begun(error: yaml.YAMLError) -> str:
+    """Says where an error of YAML may lie whose line is only the one at which the parser noticed it."""
+    if mark := getattr(error, "context_mark", None):
+        return f", {getattr(error, 'context', '')} that begins on line {mark.line + 1}"
+    return ": does the line before lack its ':'?" if "mapping values" in str(error) else ""
 
 
 def _entries(path: Path, tree: yaml.MappingNode, prefix: str, lines: dict[str, int]) -> Iterator[Entry]:

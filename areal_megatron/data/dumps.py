@@ -105,7 +105,7 @@ def dumped(folder: Path) -> dict[int, Path]:
     found = {int(name[1]): path for path, name in names if name}
     if not found:
         raise ConfigError(
-            f"{folder}: no batch-*.msgpack in it; a run with rollout.dump=true writes them into its folder trajectories"
+            f"{folder}: no batch-*.msgpack in it; a run with rollout.dump=true writes them from its first batch on"
         )
     return dict(sorted(found.items()))
 

@@ -45,6 +45,8 @@ _SPLITS = {
     "test": ("test", "testing", "eval", "evaluation"),
 }
 """How files of a split are called, as the hub's own viewer and the datasets library understand them."""
+_HELD = {"hf": "its model", "adapter": "its adapter"}
+"""The folders of a run with what can be loaded."""
 _PROGRESS_S = 10.0
 _SLACK_BYTES = 1 << 20
 """What a file may be longer than the hub's list says."""
@@ -116,6 +118,7 @@ def model_folder(
     begins with `key`.
     """
     if os.path.exists(text):  # not where this user may not look
+        _check_no_run(Path(text), key)
         return text
     if cached := _SNAPSHOT.search(text):  # of a run whose cache has been cleaned since
         repo = HubRepo("model", f"{cached['owner']}/{cached['name']}", cached["revision"])
@@ -135,6 +138,14 @@ def model_folder(
         raise ConfigError(f"{key}: {repo.name} has no *.safetensors file on the hub; name a model that has some")
     print(f"{key}: {repo.name} at {repo.revision}: {folder}", file=sys.stderr, flush=True)
     return folder
+
+
+def _check_no_run(folder: Path, key: str) -> None:
+    if os.path.exists(folder / "config.json") or not os.path.exists(folder / "config.yaml"):
+        return
+    held = [f"{what} in {folder / name}" for name, what in _HELD.items() if os.path.exists(folder / name)]
+    cure = " and ".join(held) or "no model yet: let it end, or areal convert to-hf makes one of a checkpoint"
+    raise ConfigError(f"{key}: {folder} is the folder of a run, which has {cure}")
 
 
 def has_weights(folder: str) -> bool:

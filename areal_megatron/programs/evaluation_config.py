@@ -55,6 +55,9 @@ def run_of(options: argparse.Namespace) -> Path | None:
 def find_models(options: argparse.Namespace) -> list[Model]:
     """Returns what is evaluated: the model of the options, and the adapters beside it. Fetches what is on the hub;
     `model` becomes the folder that the engine loads, for a PEFT folder its base's. Raises ConfigError."""
+    if os.path.isfile(options.model):
+        swapped = f": areal evaluate {quote(options.data)} {quote(options.model)}" * os.path.isdir(options.data)
+        raise ConfigError(f"MODEL: {options.model} is a file, not a model, which goes before DATA{swapped}")
     options.model = hub.model_folder(options.model, "MODEL")
     folder = Path(options.model)
     if os.path.isfile(folder / ADAPTER) and not os.path.exists(folder / "config.json"):

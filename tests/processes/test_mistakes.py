@@ -64,7 +64,15 @@ def place(world, tmp_path_factory):
     (folder / "tab.yaml").write_text("name: x\n\tupdates: 3\n")
     (folder / "twice.yaml").write_text("name: x\nname: y\n")
     (folder / "number.yaml").write_text("name: x\nrollout: 3\n")
+    (folder / "no_colon.yaml").write_text("name: x\nbatch_size 4\nupdates: 3\n")
+    (folder / "no_first_colon.yaml").write_text("name x\nupdates: 3\n")
+    (folder / "open.yaml").write_text("name: x\noptimizer: {lr: 1\nupdates: 3\n")
     (folder / "there/incarnations").mkdir(parents=True)
+    begun = config_file.load(TINY, ["model.path=model", "data.train=d.jsonl"])
+    for run in ("begun", "ended"):
+        shutil.copytree(folder / "model", folder / run / "hf")
+        config_file.save(begun, folder / run / "config.yaml")
+    (folder / "begun/hf").rename(folder / "begun/empty")
     for name, lacks in (("no_tokenizer", "tokenizer*"), ("no_weights", "*.safetensors")):
         shutil.copytree(folder / "model", folder / name, ignore=shutil.ignore_patterns(lacks))
     shutil.copytree(folder / "model", folder / "gemma")
@@ -262,6 +270,22 @@ COMMANDS = {
     "train ppo.yaml --dryrun": "there is no option --dryrun, did you mean --dry-run?",
     "train ppo.yaml lr": "override 'lr': expected key=value",
     "train tab.yaml": "tab.yaml:2: not YAML",
+    "train no_colon.yaml": "no_colon.yaml:3: not YAML: could not find expected ':', while scanning a simple key that "
+    "begins on line 2",
+    "train no_first_colon.yaml": "no_first_colon.yaml:2: not YAML: mapping values are not allowed here: does the line "
+    "before lack its ':'?",
+    "train open.yaml": "open.yaml:3: not YAML: expected ',' or '}', but got ':', while parsing a flow mapping that "
+    "begins on line 2",
+    "train name=x": "cannot read the config: No such file or directory: give a YAML file before it, such as "
+    "configs/tiny_cpu.yaml name=x",
+    "rows d.jsonl": "d.jsonl is data, not a config: give a YAML file such as configs/tiny_cpu.yaml, and "
+    "data.train=d.jsonl",
+    "evaluate d.jsonl model": "MODEL: d.jsonl is a file, not a model, which goes before DATA: areal evaluate model "
+    "d.jsonl",
+    "train ppo.yaml name=x model.path=ended": "model.path: ended is the folder of a run, which has its model in "
+    "ended/hf",
+    "rows ppo.yaml name=x model.path=begun": "begun is the folder of a run, which has no model yet: let it end, or",
+    "trajectories begun": "no batch-*.msgpack in it; a run with rollout.dump=true writes them from its first batch on",
     "train twice.yaml": "twice.yaml:2: name: was given on line 1 already",
     "train number.yaml": "number.yaml:2: rollout",
     "train few.yaml": "few.yaml: missing data.train, model.path",
