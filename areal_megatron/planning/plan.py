@@ -17,6 +17,7 @@ from typing import Any
 
 from areal_megatron.config import Config, ConfigError, config_file
 from areal_megatron.config.algorithms import PUBLISHED
+from areal_megatron.engine.kv_cache import machine_bytes
 from areal_megatron.hub import hub
 from areal_megatron.model_check import check_model, trained_config
 from areal_megatron.planning.best import (
@@ -36,7 +37,7 @@ from areal_megatron.planning.best import (
 from areal_megatron.planning.forecast.accelerators import accelerator
 from areal_megatron.planning.memory import MemoryPlan, plan_memory
 from areal_megatron.planning.memory.engine import crowded
-from areal_megatron.planning.memory.parts import GIB
+from areal_megatron.planning.memory.parts import GIB, RankMemory
 from areal_megatron.planning.memory.served import served_memory
 from areal_megatron.planning.option_check import check_for_device, check_options, uncounted
 from areal_megatron.planning.pools import Node, Placement, allocate
@@ -114,7 +115,7 @@ def plan(
     check_for_device(config)
     memory = replace(plan_memory(config, trained_config(config), gpu_gib), served=served_memory(config, gpu_gib))
     said = (_spread(config, placement), _sudden_steps(config), _unusual_clip(config), _unbounded(config))
-    said += (*uncounted(config), _crowded(config, memory))
+    said += (*uncounted(config), _crowded(config, memory), overfull(config, placement, memory))
     return ClusterPlan(placement, memory, [line for line in said if line], _limit(config))
 
 
@@ -165,6 +166,28 @@ def _crowded(config: Config, memory: MemoryPlan) -> str:
     size = memory.engine.of("KV cache") if memory.engine else 0
     on_cuda = config.machine.device == "cuda"
     return crowded(config, trained_config(config), size, on_cuda) if size else ""
+
+
+def overfull(config: Config, placement: Placement, memory: MemoryPlan, machine: int = 0) -> str:
+    """Returns a line about ranks on CPU that need more memory together than a node has; "" if they fit. `machine`: its
+    bytes (0: as many as this machine has)."""
+    if config.machine.device == "cuda":
+        return ""
+    ranks: dict[str, RankMemory | None] = {"trainer": memory.trainer, "rollout": memory.engine, **memory.served}
+    needed, machine = Counter(), machine or machine_bytes()
+    for process in placement.processes:
+        for slot in process.slots:
+            rank = ranks[process.pool]
+            needed[slot.node] += rank.total if rank else 0
+    if max(needed.values()) <= machine:
+        return ""
+    largest = max(memory.trainer.parts, key=lambda part: part.bytes)
+    return (
+        f"memory: by the plan the ranks of a machine need {max(needed.values()) / GIB:,.2f} GiB together (a trainer "
+        f"rank {memory.trainer.total / GIB:,.2f}, its {largest.name} {largest.bytes / GIB:,.2f}), and this one has "
+        f"{machine / GIB:,.2f}: lower trainer.microbatch_tokens={config.trainer.microbatch_tokens}, set "
+        "trainer.recompute=full or take a smaller model; --dry-run lists the parts"
+    )
 
 
 def _spread(config: Config, placement: Placement) -> str:

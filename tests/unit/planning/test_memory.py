@@ -531,6 +531,23 @@ def test_caches_for_fewer_answers_than_may_run_are_told(monkeypatch, overrides, 
     assert not told or re.search(rf"^rollout\.max_running: .*{told}", said[0]), said
 
 
+def test_ranks_on_cpu_that_need_more_than_the_machine_are_told(monkeypatch):
+    """Qwen2.5-32B in float32: 32.8 billion parameters, each with its gradient and two moments."""
+    monkeypatch.chdir(ROOT)
+    sizes = ["model.path=configs/models/Qwen2.5-32B", "machine.device=cpu", "trainer.dp=2"]
+    asked = config_file.load("configs/tiny_sft.yaml", sizes)
+    said = plan.plan(asked, [Node("here", (0, 1))], weights=False)
+    [told] = said.warnings
+    needed = float(re.search(r"^memory: .* need ([\d,.]+) GiB together", told)[1].replace(",", ""))
+    assert needed == pytest.approx(2 * said.memory.trainer.total / GIB, rel=1e-4)
+    assert needed > 2 * 32.7e9 * (4 + 4 + 8 / 2) / GIB
+    both = 2 * said.memory.trainer.total
+    assert "lower trainer.microbatch_tokens=" in plan.overfull(asked, said.placement, said.memory, both - 1)
+    assert not plan.overfull(asked, said.placement, said.memory, both)
+    apart = plan.plan(asked, [Node("one", (0,)), Node("two", (0,))], weights=False)
+    assert not plan.overfull(asked, apart.placement, apart.memory, both // 2), "each has a machine of its own"
+
+
 def test_a_rate_that_contradicts_adams_epsilon_is_told(capsys, monkeypatch):
     """By default an element with a small gradient moves by a part of the rate only."""
     monkeypatch.chdir(ROOT)
