@@ -164,14 +164,15 @@ class Advice:
     line: str
 
 
-def advise(config: Config, updates: Sequence[dict[str, Any]]) -> Advice | None:
+def advise(config: Config, updates: Sequence[dict[str, Any]], has_room: bool = True) -> Advice | None:
     """Returns what to change in the split or the staleness of a run; None if nothing would gain enough, or if that is
     not certain yet.
 
     `updates` are the update lines of metrics.jsonl since the run began, or was resumed, last. The first
     η + 1 versions after that, or after an engine came or went, and the last η + 1 of the run are left out: engines
     have another amount of work then. Both halves of the rest must say the same, with gains that differ by a factor of
-    two at most. Nothing is said of pools that share their GPUs.
+    two at most. Nothing is said of pools that share their GPUs, and of short engines where there is no room for another
+    (`has_room`).
     """
     if config.mode != "rl" or config.machine.shared:
         return None
@@ -184,7 +185,7 @@ def advise(config: Config, updates: Sequence[dict[str, Any]]) -> Advice | None:
     if {part.short for part in halves} != {whole.short} or gains[1] > 2 * gains[0] + GAIN:
         return None
     shortened = _shortened(config, steady)
-    if whole.short is None:
+    if whole.short is None or (whole.short is Short.ENGINES and not has_room):
         return Advice(Short.FRESHNESS, shortened) if shortened else None
     line = _line(config, whole, more_staleness=not shortened)
     return Advice(whole.short, f"{line}; {shortened}" if shortened else line)

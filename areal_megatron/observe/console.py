@@ -21,6 +21,7 @@ from areal_megatron.config import Config
 from areal_megatron.observe import update_warnings
 from areal_megatron.observe.advice import Short, advise
 from areal_megatron.observe.metrics import STEPS, MetricsReader, read_status, surviving, trained_before
+from areal_megatron.observe.records import has_room, read_record
 from areal_megatron.observe.status import EngineStatus, Status
 from areal_megatron.process.shown import guard, visible
 from areal_megatron.process.terminal import Terminal
@@ -185,7 +186,8 @@ class Console:
 
     def _advise(self, record: dict[str, Any]) -> None:
         """Tells which pool is short, once in ADVISED_EVERY updates."""
-        advice, version = advise(self._config, self._updates), record["version"]
+        room = has_room(read_record(self._run), self._config)
+        advice, version = advise(self._config, self._updates, room), record["version"]
         last = self._advised_at.get(advice.short) if advice else None
         if advice and (last is None or version >= last + ADVISED_EVERY):
             self._advised_at[advice.short] = version

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from areal_megatron.config import ConfigError
+from areal_megatron.config import Config, ConfigError
 from areal_megatron.config.config_file import no_run
 from areal_megatron.process.files import read_replaced
 from areal_megatron.process.silence import AwakeClock
@@ -43,6 +43,10 @@ class LaunchRecord(msgspec.Struct):
     processes: list[ProcessRecord]
     commit: str = ""
     """The commit of the checkout that the launcher runs from; empty if it is from none."""
+    again: str = ""
+    """The command that starts the run once more; empty if that is not known."""
+    idle: int | None = None
+    """GPUs or cores that no process has; None if that is not known."""
 
 
 class Pulse:
@@ -65,6 +69,12 @@ class Pulse:
         if self._record is not None and self._record.outcome:
             return self._record.outcome
         return "running" if now - self._changed < self._silence_s else "lost"
+
+
+def has_room(record: LaunchRecord | None, config: Config) -> bool:
+    """Returns whether the run might have another engine. One on cores needs cores that are idle; GPUs may be had."""
+    idle = record.idle if record else None
+    return idle is None or not config.machine.is_cpu or idle >= config.rollout.tp
 
 
 def read_record(run: RunFolder) -> LaunchRecord | None:

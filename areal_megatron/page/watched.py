@@ -12,7 +12,7 @@ from areal_megatron.observe.advice import advise
 from areal_megatron.observe.figures import GREY, HELD_OUT, Figure, sections
 from areal_megatron.observe.metrics import read_status
 from areal_megatron.observe.process_rows import HEAD, rows
-from areal_megatron.observe.records import GONE_S, LaunchRecord, Pulse, read_record
+from areal_megatron.observe.records import GONE_S, LaunchRecord, Pulse, has_room, read_record
 from areal_megatron.observe.status import Status
 from areal_megatron.page.evaluated import Evaluated
 from areal_megatron.page.history import MOST_POINTS, History
@@ -93,7 +93,7 @@ class Watched:
             "elapsed_s": status.elapsed_s,
             "done": self.history.done,
             "facts": self._facts(config, record) if config else [],
-            "advice": self._advice(config) if config else "",
+            "advice": self._advice(config, record) if config else "",
             "cards": [card for card in self._cards(config) if card[0]] if config else [],
             "processes": {"head": HEAD, "rows": rows(record, status, False) if record else []},
             "problem": self._problem,
@@ -112,8 +112,8 @@ class Watched:
         ]
         return [(name, value) for name, value in facts if value]
 
-    def _advice(self, config: Config) -> str:
-        found = advise(config, self.history.lately)
+    def _advice(self, config: Config, record: LaunchRecord | None) -> str:
+        found = advise(config, self.history.lately, has_room(record, config))
         return found.line if found else ""
 
     def _cards(self, config: Config) -> list[tuple[str, str]]:

@@ -24,9 +24,10 @@ from areal_megatron.observe.advice import advise, since_resumed
 from areal_megatron.observe.console import number, percent
 from areal_megatron.observe.metrics import read_metrics, read_status
 from areal_megatron.observe.process_rows import HEAD, rows
-from areal_megatron.observe.records import LaunchRecord, last_record, state_of
+from areal_megatron.observe.records import LaunchRecord, has_room, last_record, state_of
 from areal_megatron.process.shown import guard, visible
 from areal_megatron.process.terminal import Terminal
+from areal_megatron.programs.closing import going_on
 from areal_megatron.run.arguments import Parser
 from areal_megatron.run.folder import RunFolder
 
@@ -88,15 +89,19 @@ def headlines(run: RunFolder, record: LaunchRecord, state: str, now: float) -> I
             f"tokens/s, accuracy {percent(last.get('accuracy'))}, staleness at most "
             f"{number(last.get('staleness_max'), 0)}"
         )
+    saved, config = checkpoint_folder.complete(run), None
     with suppress(ConfigError):  # of a version of this project with other keys
-        if advice := advise(config_file.load(run.config), since_resumed(lines)):
+        config = config_file.load(run.config)
+        if advice := advise(config, since_resumed(lines), has_room(record, config)):
             yield f"advice: {advice.line}"
-    if saved := checkpoint_folder.complete(run):
+    if saved:
         yield f"last checkpoint {saved[-1].name}, {_ago(now - saved[-1].stat().st_mtime)} ago"
     else:
         yield "no checkpoint yet"
     times = f"{start.incarnation + 1} times" if start.incarnation else "once"
     yield f"started {times}, {record.restarts_left} restarts are left"
+    if config and state not in ("running", "replaced"):  # else it goes on here, or elsewhere
+        yield from filter(None, [going_on(config, state == "done", record.again, bool(saved))])
     yield f"logs: {run.log('PROCESS')}; launcher on {record.launcher}"
 
 

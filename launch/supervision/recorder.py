@@ -23,8 +23,9 @@ from areal_megatron.run.folder import Away, RunFolder
 class Recorder:
     """Keeps processes.json up to date, as well as the disk allows. Several threads may write."""
 
-    def __init__(self, run: RunFolder, placement: Placement):
-        self._run, self._placement = run, placement
+    def __init__(self, run: RunFolder, placement: Placement, again: str = ""):
+        """`again`: the command that started the run, if it can be given again as it stands."""
+        self._run, self._placement, self._again = run, placement, again
         self._written, self._codes, self._commit = 0.0, {}, commit()
         self._lock, self._over, self._failed = threading.Lock(), False, False
 
@@ -44,7 +45,8 @@ class Recorder:
                 for process in self._placement.processes
                 for p in process.parts
             ]
-            self._put(LaunchRecord(socket.gethostname(), time.time(), restarts_left, outcome, records, self._commit))
+            node, now, idle = socket.gethostname(), time.time(), self._placement.idle
+            self._put(LaunchRecord(node, now, restarts_left, outcome, records, self._commit, self._again, idle))
 
     def _put(self, record: LaunchRecord) -> None:
         try:

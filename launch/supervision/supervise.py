@@ -15,7 +15,6 @@ from dataclasses import replace
 
 from areal_megatron.config import SERVED, ConfigError
 from areal_megatron.launch.supervision import output, start
-from areal_megatron.launch.supervision.closing import closing
 from areal_megatron.launch.supervision.failure import REFUSED, Failure, Failures
 from areal_megatron.launch.supervision.health import Health
 from areal_megatron.launch.supervision.hosts import HostError, Hosts, Remote
@@ -30,6 +29,7 @@ from areal_megatron.observe.metrics import STEPS, read_metrics, read_status
 from areal_megatron.observe.status import Status
 from areal_megatron.planning.pools import Process, whole
 from areal_megatron.process.silence import AwakeClock, Repeater
+from areal_megatron.programs.closing import closing
 from areal_megatron.run.folder import Away, Replaced
 from areal_megatron.run.process_names import is_engine, is_server
 
@@ -113,7 +113,7 @@ class _Watch:
         self._restarts, self._python = options.restarts, options.python
         placement = beginning.plan.placement
         self._processes = {p.name: p for p in placement.processes}
-        self._recorder = Recorder(beginning.run, placement)
+        self._recorder = Recorder(beginning.run, placement, options.again)
         # On a thread: a record every few seconds shows that this process lives, also while it waits for others to end.
         self._recording = Repeater(self._record, _RECORD_S).__enter__()
         self._health = Health(beginning.run)

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from areal_megatron.config import Config, config_file
+from areal_megatron.config import Config, DataConfig, ModelConfig, config_file
 from areal_megatron.launch.supervision.processes import Log
 from areal_megatron.launch.supervision.recorder import Recorder
 from areal_megatron.observe import records
@@ -73,6 +73,22 @@ def test_a_run_that_has_ended(tmp_path, capsys, outcome, code):
     assert "killed by signal 9" in shown and "failed, exit code 1" in shown and "ended with the run" in shown
 
 
+def test_a_run_that_was_interrupted_names_the_command_that_resumes_it(tmp_path, capsys):
+    run, _, processes = make(tmp_path)
+    config_file.save(
+        Config(name="tiny", updates=120, model=ModelConfig(path="m"), data=DataConfig(train="d")), run.config
+    )
+    recorder = Recorder(run, Placement((), ()), "areal train tiny.yaml 'data.train=a b.jsonl'")
+    recorder.write(processes, 0)
+    assert "areal train" not in show(run, capsys)[1], "it is running"
+    recorder.write(processes, 0, "interrupted")
+    resumes = "areal train tiny.yaml 'data.train=a b.jsonl' resume=auto"
+    assert f"again   {resumes}, from the beginning\n" in show(run, capsys)[1]
+    (saved := run.checkpoints / "version-000007").mkdir(parents=True)
+    (saved / "complete.json").write_text("{}")
+    assert f"resume  {resumes}\n" in show(run, capsys)[1]
+
+
 def test_a_launcher_that_has_fallen_silent(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(records, "_WATCH_S", 1.0)
     run, recorder, processes = make(tmp_path)
@@ -88,6 +104,7 @@ def test_a_run_whose_pools_are_out_of_balance(tmp_path, capsys):
     recorder.write(processes, 0)
     config = Config(name="tiny", updates=120)
     config.model.path, config.data.train, config.rollout.max_staleness = "model", "train.jsonl", 0
+    config.machine.device = "cuda"
     config_file.save(config, run.config)
     metrics = MetricsWriter(run)
     pools = {"update_s": 10.0, "trainer_wait_s": 4.0, "straggler_wait_s": 0.0, "engines_serving": 2}

@@ -57,6 +57,14 @@ def test_work_of_engines_that_are_not_full_is_not_divided():
     assert balance(wait=4.0, full=0.0).short is None
 
 
+def test_no_engine_is_advised_where_there_is_no_room_for_it():
+    assert advise(config(), lines(20, **ENGINES_SHORT), has_room=True).short is Short.ENGINES
+    assert advise(config(), lines(20, **ENGINES_SHORT), has_room=False) is None
+    stale = advise(config(eta=8), lines(40, lr_factor=0.5, staleness_mean=6.0, **ENGINES_SHORT), has_room=False)
+    assert stale.short is Short.FRESHNESS and "engine" not in stale.line
+    assert advise(config(), lines(20, **TRAINERS_SHORT), has_room=False).short is Short.TRAINERS
+
+
 def test_reward_workers_that_never_rest_are_what_is_short():
     """Engines are full too, since answers that wait for a score keep their place in the batch."""
     busy = {"reward_busy_share": 0.97}

@@ -6,9 +6,11 @@ import sys
 import pytest
 
 from areal_megatron.config import Config
+from areal_megatron.launch.supervision.recorder import Recorder
 from areal_megatron.observe.console import Console
 from areal_megatron.observe.metrics import MetricsWriter, write_status
 from areal_megatron.observe.status import EngineStatus, Status
+from areal_megatron.planning.pools import Node, Placement, Process, Slot
 from areal_megatron.run.folder import RunFolder
 
 UPDATE = {
@@ -20,6 +22,11 @@ UPDATE = {
     "trainer_idle_share": 0.12,
     "engine_idle_share": 0.08,
 }
+
+
+SHORT = {"update_s": 10.0, "trainer_wait_s": 4.0, "straggler_wait_s": 0.0, "engines_serving": 2}
+SHORT |= {"engine_idle_share": 0.0, "engine_full_share": 1.0}
+"""Measurements of an update for which engines are short."""
 
 
 @pytest.fixture
@@ -137,16 +144,30 @@ def test_the_panel_takes_the_whole_width_and_cuts_nothing(run, monkeypatch, colu
     assert advice.replace(" ", "") in text.replace(" ", "")
 
 
+@pytest.mark.parametrize(("device", "slots", "told"), [("cpu", 2, False), ("cpu", 3, True), ("cuda", 2, True)])
+def test_an_engine_on_cores_is_advised_where_one_is_idle(run, device, slots, told):
+    out, writer = io.StringIO(), MetricsWriter(run)
+    config = Config(name="demo", updates=400)
+    config.rollout.max_staleness, config.machine.device = 1, device
+    processes = [Process(f"{pool}-0", pool, 0, "n", (Slot("n", n),)) for n, pool in enumerate(("trainer", "rollout"))]
+    Recorder(run, Placement((Node("n", tuple(range(slots))),), tuple(processes))).write({}, 0)
+    console = Console(run, config, out)
+    for version in range(1, 20):
+        writer.write("update", version, UPDATE | SHORT)
+    writer.close()
+    console.close()
+    assert ("advice: engines are short" in out.getvalue()) == told
+
+
 def test_the_short_pool_is_told_now_and_then(run):
     out, writer = io.StringIO(), MetricsWriter(run)
     config = Config(name="demo", updates=400)
     config.rollout.max_staleness = 1
     console = Console(run, config, out)
-    pools = {"update_s": 10.0, "trainer_wait_s": 4.0, "straggler_wait_s": 0.0, "engines_serving": 2}
     for version in range(1, 130):
         if version == 100:
             writer.write("resume", 99, {"incarnation": 1})
-        writer.write("update", version, UPDATE | pools | {"engine_idle_share": 0.0, "engine_full_share": 1.0})
+        writer.write("update", version, UPDATE | SHORT)
     writer.flush()
     console.close()
     writer.close()

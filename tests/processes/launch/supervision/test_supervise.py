@@ -12,7 +12,6 @@ import pytest
 from areal_megatron.checkpoint import folder as checkpoint_folder
 from areal_megatron.config import Config
 from areal_megatron.launch.supervision import recorder, start, supervise
-from areal_megatron.launch.supervision.closing import closing
 from areal_megatron.launch.supervision.hosts import Here
 from areal_megatron.launch.supervision.lease import Lease
 from areal_megatron.launch.supervision.start import Beginning
@@ -21,6 +20,7 @@ from areal_megatron.observe.records import read_record
 from areal_megatron.planning.memory import plan_memory
 from areal_megatron.planning.plan import ClusterPlan
 from areal_megatron.planning.pools import Node, Placement, Process
+from areal_megatron.programs.closing import closing
 from areal_megatron.run.folder import RunFolder
 from tests.support.reshard_oracle import CONFIG
 

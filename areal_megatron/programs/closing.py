@@ -21,7 +21,7 @@ def closing(run: RunFolder, config: Config, done: bool, again: str) -> str:
     with suppress(OSError, ConfigError):  # as of a folder that is away
         checkpoint, _ = checkpoint_folder.resumable(run)
     look = f"look    areal status --web {folder}   or, as one file to pass on, areal report {folder}"
-    lines = [f"kept    {_kept(run, checkpoint)}", _next(config, done, again, checkpoint), look]
+    lines = [f"kept    {_kept(run, checkpoint)}", going_on(config, done, again, bool(checkpoint)), look]
     return "\n".join(filter(None, lines))
 
 
@@ -35,13 +35,15 @@ def _kept(run: RunFolder, checkpoint: SavedCheckpoint | None) -> str:
     return ", ".join(things) or f"no checkpoint; metrics and logs in {_short(run.folder)}"
 
 
-def _next(config: Config, done: bool, again: str, checkpoint: SavedCheckpoint | None) -> str:
+def going_on(config: Config, done: bool, again: str, is_saved: bool) -> str:
+    """Returns the line that says how the run goes on, "" if it cannot; the first arguments are as for `closing`.
+    `is_saved`: there is a checkpoint."""
     if config.is_driven:  # by the program that has started this launcher
-        return "resume  the same program with resume=auto" if checkpoint else ""
+        return "resume  the same program with resume=auto" if is_saved else ""
     if done:
         again = shlex.join(word for word in shlex.split(again) if not word.startswith("updates="))
     command = f"{again} resume=auto" if again else "the same command with resume=auto"
-    if not checkpoint:
+    if not is_saved:
         return f"again   {command}, from the beginning"
     return f"go on   {command} updates={2 * config.updates}" if done else f"resume  {command}"
 
