@@ -335,6 +335,8 @@ class Controller:
                 engines=[engine.status for engine in self.fleet.engines],
                 buffer_groups=len(self.schedule.finished),
                 running_groups=len(self.schedule.running),
+                training_groups=len(self.schedule.training),
+                filtered_groups=self.schedule.counts["filtered"],
             )
         )
 

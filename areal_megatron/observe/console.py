@@ -30,6 +30,8 @@ from areal_megatron.run.folder import RunFolder
 EVENTS_SHOWN = 6
 TREND_WIDTH = 32
 REDRAW_S = 0.5
+WAITED_S = 10.0
+"""The time from one line about the first batch to the next, at least."""
 EVENTS = ("first_batch", "engines", "trainers")
 """What is timed of a start (startup.py)."""
 WARNED_EVERY = 20
@@ -63,6 +65,8 @@ class Console:
             guard()  # what is printed above the panel
         self._drawn = float("-inf")
         self._phase, self._told_of_lines = "", False
+        self._first_batch, self._told_at = "", 0.0
+        """What was told last of the first batch, and when; at first, when this phase began."""
         self._steps: list[dict[str, Any]] = []
         self._before = trained_before(run)
         self._resumed_after = 0
@@ -111,7 +115,7 @@ class Console:
         status = read_status(self._run)
         phase = status.phase or "starting"
         if phase != self._phase:
-            self._phase = phase
+            self._phase, self._told_at = phase, time.monotonic()
             self._note(time.time(), phase)
         with suppress(OSError):  # of a shared file system: the next look has what this one could not read
             for record in self._reader.new():
@@ -122,6 +126,22 @@ class Console:
             self._note(time.time(), f"warning: {self._reader.problem}")
         if self._live:
             self._live.update(self._fitting(status), refresh=True)
+        elif self._config.mode == "rl" and phase == "training" and not self._updates:
+            self._tell_first_batch(status)
+
+    def _tell_first_batch(self, status: Status) -> None:
+        """Tells where the batch is that the first update waits for, which may take minutes."""
+        groups = self._config.batch_size // self._config.rollout.group_size
+        answers = sum(engine.running for engine in status.engines)
+        filtered = f", {status.filtered_groups} filtered" * bool(status.filtered_groups)
+        said = (
+            f"first batch: {status.buffer_groups} of {groups} groups scored{filtered}, {answers} answers are under way"
+        )
+        if status.training_groups:
+            said = "first batch: all groups scored, it is being trained"
+        if said != self._first_batch and time.monotonic() - self._told_at >= WAITED_S:
+            self._first_batch, self._told_at = said, time.monotonic()
+            self._print(time.time(), said)
 
     def _fitting(self, status: Status) -> Panel:
         """Returns the panel with as many of the last events as the terminal is high enough for."""

@@ -67,4 +67,8 @@ class Status(msgspec.Struct, kw_only=True):
     """Since its process was started."""
     engines: list[EngineStatus] = []
     buffer_groups: int = 0
+    """Groups that have been scored and wait to be trained."""
     running_groups: int = 0
+    training_groups: int = 0
+    filtered_groups: int = 0
+    """By rollout.filter_groups, since the run began."""

@@ -1,9 +1,10 @@
-"""Warnings of a run whose steps are too long for how stale its answers are, or whose activations leave the range of
-float16. Pure; imports no torch."""
+"""Warnings of a run: its answers teach nothing, its steps are too long for how stale they are, or its activations leave
+the range of float16. Pure; imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from shlex import quote
 from statistics import mean
 from typing import Any
 
@@ -12,6 +13,8 @@ from areal_megatron.config.algorithms import LEAST_FACTOR
 
 WARNED_OVER = 10
 """Updates whose means decide: single updates are far off while a run learns fastest, and do no harm."""
+IDLE_OVER = 3
+"""Updates without a single advantage after which a run is told that it learns nothing."""
 LEAST_EFFECTIVE_SHARE = 0.9
 LARGEST_RESIDUAL = 65504 / 2
 """Half of float16's range: a later update may double it."""
@@ -20,7 +23,10 @@ LARGEST_KL = 0.2
 
 
 def warning(config: Config, updates: Sequence[dict[str, Any]]) -> str:
-    """Returns a line about the last WARNED_OVER updates; "" if nothing is wrong with them, or they are fewer."""
+    """Returns a line about the last updates, at most WARNED_OVER; "" if nothing is wrong with them, or they are too few
+    to say."""
+    if idle := _idle(config, updates[-IDLE_OVER:]):
+        return idle
     last, o = updates[-WARNED_OVER:], config.optimizer
     if len(last) < WARNED_OVER:
         return ""
@@ -50,6 +56,19 @@ def warning(config: Config, updates: Sequence[dict[str, Any]]) -> str:
             f"steps are too long for answers this stale; {lower}, see docs/staleness.md"
         )
     return ""
+
+
+def _idle(config: Config, updates: Sequence[dict[str, Any]]) -> str:
+    if len(updates) < IDLE_OVER or _mean(updates, "zero_advantage_share") != 1:
+        return ""
+    read = f"areal trajectories {quote(str(config.run_dir))}" if config.rollout.dump else "rollout.dump=true keeps them"
+    right = _mean(updates, "accuracy")
+    shown = "" if right is None else f", {right:.0%} of them right"
+    return (
+        f"in {IDLE_OVER} updates all answers to a prompt had the same reward{shown}, so nothing was learned: read some "
+        f"({read}), see what the reward gives to right ones (areal rows), and take prompts with both right and wrong "
+        "answers (docs/troubleshooting.md)"
+    )
 
 
 def _mean(updates: Sequence[dict[str, Any]], key: str) -> float | None:

@@ -7,6 +7,7 @@ import pytest
 
 from areal_megatron.config import Config
 from areal_megatron.launch.supervision.recorder import Recorder
+from areal_megatron.observe import console as console_module
 from areal_megatron.observe.console import Console
 from areal_megatron.observe.metrics import MetricsWriter, write_status
 from areal_megatron.observe.status import EngineStatus, Status
@@ -103,6 +104,24 @@ def test_a_rate_that_cannot_be_scaled_enough_is_told_after_ten_updates(run):
     assert out.getvalue().index("update 13/99") < out.getvalue().index(warned) < out.getvalue().index("update 14/99")
 
 
+@pytest.mark.parametrize(
+    ("dump", "read"), [(False, "rollout.dump=true keeps them"), (True, "areal trajectories 'a b/x'")]
+)
+def test_a_run_whose_answers_teach_nothing_is_told_after_three_updates(run, dump, read):
+    out, writer = io.StringIO(), MetricsWriter(run)
+    config = Config(name="x", runs_dir="a b", updates=99)
+    config.rollout.dump = dump
+    console = Console(run, config, out)
+    for version, idle in enumerate((1.0, 1.0, 0.99, 1.0, 1.0, 1.0, 1.0), 1):
+        writer.write("update", version, UPDATE | {"zero_advantage_share": idle, "accuracy": 0.0})
+    writer.close()
+    console.close()
+    [warned] = (line for line in out.getvalue().splitlines() if "warning" in line)
+    assert "warning: in 3 updates all answers to a prompt had the same reward, 0% of them right" in warned
+    assert f"read some ({read}), see what the reward gives to right ones (areal rows)" in warned
+    assert out.getvalue().index("update 5/99") < out.getvalue().index(warned) < out.getvalue().index("update 6/99")
+
+
 def test_a_run_that_goes_well_is_not_warned_of(run):
     """Most single updates of docs/staleness.md's runs that lost nothing stay above 0.9, a few are far below."""
     out, writer = io.StringIO(), MetricsWriter(run)
@@ -196,6 +215,35 @@ def test_without_a_terminal_one_line_an_update_and_a_phase(run):
         "held-out accuracy 41% at version 0, 500 prompts",
         "update 1/40  reward -1.25  accuracy 37%  staleness 1.50 (max 3)  1,234 tokens/s  idle trainer 12% engines 8%",
     ]
+
+
+def test_without_a_terminal_the_first_batch_is_told_while_it_grows(run, monkeypatch):
+    monkeypatch.setattr(console_module, "REDRAW_S", 0.0)
+    monkeypatch.setattr(console_module, "WAITED_S", 0.0)
+    out, writer = io.StringIO(), MetricsWriter(run)
+    config = Config(name="demo", updates=40, batch_size=32)
+    config.rollout.group_size = 8
+    console = Console(run, config, out)
+    busy = [EngineStatus(name=f"engine-{n}", state="ready", running=12) for n in range(2)]
+    for finished, training, filtered in ((0, 0, 0), (0, 0, 0), (3, 0, 0), (3, 0, 5), (0, 4, 5)):
+        now = Status(phase="training", engines=busy, buffer_groups=finished, filtered_groups=filtered)
+        now.training_groups = training
+        write_status(run, now)
+        console.refresh()
+    writer.write("update", 1, UPDATE)
+    writer.close()
+    write_status(run, Status(phase="training", engines=busy, buffer_groups=2))
+    console.refresh()
+    console.refresh()
+    lines = [line.split("  ", 1)[1] for line in out.getvalue().splitlines()]
+    assert lines[:-1] == [
+        "training",
+        "first batch: 0 of 4 groups scored, 24 answers are under way",
+        "first batch: 3 of 4 groups scored, 24 answers are under way",
+        "first batch: 3 of 4 groups scored, 5 filtered, 24 answers are under way",
+        "first batch: all groups scored, it is being trained",
+    ]
+    assert lines[-1].startswith("update 1/40")
 
 
 def test_what_is_done_again_counts_once_and_earlier_jobs_are_not_told_again(run):
