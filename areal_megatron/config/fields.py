@@ -373,6 +373,8 @@ class DPOConfig:
 
 @dataclass
 class RolloutConfig:
+    """How engines sample answers."""
+
     engines: int = key(1, at_least=1)
     """Engines that the launcher starts; `areal engines` adds others."""
     tp: int = key(1, at_least=1)
@@ -447,6 +449,8 @@ class RolloutConfig:
 
 @dataclass
 class ReshardConfig:
+    """How new weights reach the engines."""
+
     update: str = key("auto", choices=("auto", "full", "delta"))
     """Send all weights, or only what has changed; `auto`: all over NCCL, elsewhere the faster of the two
     (docs/resharding.md)."""
