@@ -57,6 +57,11 @@ def test_a_guide_is_read_in_one_sitting(page):
     assert len((ROOT / "docs" / f"{page}.md").read_text().split()) <= 1500
 
 
+@pytest.mark.parametrize("picture", sorted((ROOT / "docs").rglob("*.svg")), ids=lambda picture: picture.name)
+def test_a_picture_is_drawn_for_light_and_dark(picture):
+    assert picture.parent.name == "pictures" and "@media (prefers-color-scheme: dark)" in picture.read_text()
+
+
 @pytest.mark.parametrize("doc", DOCS, ids=lambda doc: doc.name)
 def test_paths_exist(doc):
     """From the root; `room/file.py` also from areal_megatron/, and `file.py` alone from anywhere."""

@@ -28,7 +28,6 @@ train, without any cost for the change, and with all of a GPU's memory for eithe
 from __future__ import annotations
 
 import argparse
-import io
 import math
 import resource
 import sys
@@ -42,10 +41,7 @@ from pathlib import Path
 from statistics import NormalDist, fmean
 from typing import NamedTuple
 
-import matplotlib
 import numpy as np
-
-matplotlib.use("svg")
 from matplotlib import pyplot as plt
 
 from areal_megatron.config import CheckpointConfig, Config, ConfigError, config_file
@@ -61,7 +57,7 @@ from areal_megatron.planning.forecast.times import times_of
 from areal_megatron.planning.memory.trainer import checkpoint_bytes
 from areal_megatron.planning.sizes import Sizes
 from areal_megatron.process.files import write_atomically, write_json
-from tools.bench import common, forecast_here
+from tools.bench import common, forecast_here, picture
 
 MEAN, SIGMA = 371_700 * 14.8 * 3600 / (250 * 8192), 0.9
 LONGEST = 27648
@@ -395,10 +391,7 @@ def plot(rows: Sequence[Best]) -> str:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", color="#e2e8f0", linewidth=0.8)
     left.legend(frameon=False, fontsize=8)
-    buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None})
-    plt.close(figure)
-    return buffer.getvalue()
+    return picture.svg(figure)
 
 
 def scale(options: argparse.Namespace) -> None:

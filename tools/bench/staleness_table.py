@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import mean, stdev, variance
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("svg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.ticker import PercentFormatter
 
 from areal_megatron.observe.estimates import Estimate
+from tools.bench import picture
 
 OBJECTIVES = ("naive", "decoupled")
 ETAS = (0, 4, 8, 16)
@@ -231,10 +228,7 @@ def plot(results: Results) -> str:
         axes.grid(axis="y", color="#e2e8f0", linewidth=0.8)
     if drawn:
         figure.legend(*left.get_legend_handles_labels(), frameon=False, loc="outside lower center", ncols=3, fontsize=8)
-    buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None})
-    plt.close(figure)
-    return buffer.getvalue()
+    return picture.svg(figure)
 
 
 def _is_there(results: Results, arm: Arm, objective: str) -> bool:

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -171,7 +172,10 @@ def test_the_plot_is_a_picture_of_any_part_of_the_results():
         {("falling", "naive", 8): [0.9, 0.91, 0.92], ("masked", "decoupled", 16): [0.9]},
         {("constant", "decoupled", 0): [0.95, 0.96], ("masked", "decoupled", 16): [0.9, 0.91]},
     ):
-        assert ElementTree.fromstring(table.plot(results_of(cells))).tag.endswith("svg")
+        drawn = ElementTree.fromstring(table.plot(results_of(cells)))
+        assert drawn.tag.endswith("svg")
+        styles = "".join(element.get("style", "") for element in drawn.iter())
+        assert "var(--paper)" in styles and not re.search("#000000|#ffffff", styles), "of a light page alone"
 
 
 def update(version: int, staleness: dict[str, int], tokens: dict[str, int]) -> dict:
