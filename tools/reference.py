@@ -36,9 +36,8 @@ def keys() -> str:
     lines = [
         "# Config keys",
         "",
-        f"Every key of a config ({MADE} from `areal_megatron/config/fields.py`). A config is a",
-        "YAML file of the keys that differ from their defaults. `key=value` on the command line overrides one, and",
-        "completes in a shell (`areal completion bash`).",
+        f"Every key of a config ({MADE} from `areal_megatron/config/fields.py`). `key=value` on",
+        "the command line overrides one.",
         "",
         "**Required** are `name`, `updates`, `model.path`, and `data.train` or `environments`.",
         "",
