@@ -1,14 +1,18 @@
 """README.md, docs/ and examples/: every file, folder and heading that they name exists."""
 
 import re
-from dataclasses import is_dataclass
+from dataclasses import astuple, is_dataclass
 from pathlib import Path
 
 import pytest
 
 from areal_megatron.command import COMMANDS, parser_of
-from areal_megatron.config import Config, EnvironmentConfig, config_fields
+from areal_megatron.config import Config, EnvironmentConfig, PPOConfig, config_fields
+from areal_megatron.config.algorithms import PUBLISHED
 from areal_megatron.config.other_names import OTHER_NAMES, find
+from areal_megatron.data.formats import FORMATS
+from areal_megatron.ppo import loss
+from areal_megatron.ppo.algorithm import ALGORITHMS
 from tools import reference
 from tools.docs_site.conf import CONTENTS
 
@@ -112,6 +116,33 @@ def test_the_page_of_keys_has_every_key():
     keys = [name for name, _, value in config_fields(every) if not is_dataclass(value) and not isinstance(value, list)]
     shown = {key: re.sub(r"^served\.\w+\.", "served.NAME.", re.sub(r"\.0\.", "[].", key)) for key in keys}
     assert [key for key, name in shown.items() if page.count(f"| `{name}` |") != 1] == []
+
+
+def test_the_table_of_algorithms_says_what_the_code_takes():
+    page = (ROOT / "docs" / "algorithms.md").read_text()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if "| w · " in line]
+    rows += [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if "| −w · " in line]
+    losses = {"w · clipped": loss.clipped, "−w · clip(u) ": loss.weighted, "−w · 4/τ": loss.gated}
+    means = {"tokens": "tokens", "episodes": "episodes", "episodes, of": "longest"}
+    named = {}
+    for name, advantage, of_a_token, mean, clip, rewards, _ in rows:
+        name = named[name] = name.split("`")[1]
+        algorithm, published = ALGORITHMS[name], PUBLISHED[name]
+        bounds = (PPOConfig.sapo_positive, PPOConfig.sapo_negative) if name == "sapo" else astuple(published)[:2]
+        assert [float(number) for number in re.findall(r"\d[\d.e-]*", clip)][:2] == list(bounds), name
+        assert rewards.replace("−", "-") == f"{published.wrong:g}, {published.right:g}"
+        assert [losses[said] for said in losses if of_a_token.startswith(said)] == [algorithm.loss], name
+        assert ("of a sequence" in of_a_token or "over a sequence" in of_a_token) == algorithm.whole, name
+        assert means[mean.partition(" the sum")[0]] == algorithm.mean, name
+        if like := re.fullmatch(r"as `(\w+)`", advantage):
+            assert algorithm.advantages is ALGORITHMS[like[1]].advantages, name
+    assert set(named.values()) == set(ALGORITHMS) == set(PUBLISHED)
+
+
+def test_the_table_of_formats_has_the_fields_in_the_order_in_which_they_decide():
+    table = (ROOT / "docs" / "data.md").read_text().partition("## Formats")[2].partition("\n\nA `prompt`")[0]
+    first = [re.match(r"\| ([^|]*)\|", line)[1] for line in table.splitlines() if line.startswith("| `")]
+    assert [name for cell in first for name in re.findall(r"`([^`]+)`", cell)] == list(FORMATS)
 
 
 def test_the_page_of_commands_has_every_option_that_help_prints():
