@@ -72,9 +72,9 @@ Prompt = str | Chat | Sequence[int]
 
 @dataclass(eq=False)
 class Response:
-    """R tokens after a prompt: what was sampled, or what is to be trained.
+    """An answer of R tokens to a prompt, sampled or to be trained.
 
-    What has one value a token may be one number for all of them.
+    A field with a value for each token may be one number for all.
     """
 
     prompt: Sequence[int] | np.ndarray
@@ -165,7 +165,7 @@ class Policy:
         seed: int | None = None,
         adapter: str | Path = "",
     ) -> list[list[Response]]:
-        """Returns n answers to each prompt, all sampled at once, by whatever versions the engines have meanwhile.
+        """Returns n answers to each prompt, all sampled at once. An engine that gets new weights goes on with them.
 
         `max_tokens` and `temperature`: by default rollout.max_new_tokens and rollout.temperature, at which losses take
         the tokens to be sampled. `stop_tokens`: by default the model's own. `seed`: the same one gives the same

@@ -35,7 +35,7 @@ _AWAY_PAUSE_S = 1.0
 
 
 class EpisodeOver(Exception):
-    """The episode has used up its turns or its tokens. This is no failure: the trajectory ends as it is."""
+    """The episode has used up its turns or tokens. This is no failure: what was sampled is scored and trained."""
 
     def __init__(self, message: str, code: str):
         """`code`: `turns_exceeded` or `context_length_exceeded`, as an agent is told."""
