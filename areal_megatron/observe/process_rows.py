@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from itertools import groupby
 
@@ -44,9 +45,15 @@ def _alike(processes: list[ProcessRecord]) -> Iterator[list[ProcessRecord]]:
         yield list(members)
 
 
+_TOLD_TO_END = (-signal.SIGTERM, 128 + signal.SIGTERM)
+"""Exit codes of what the launcher ends, the second through a shell."""
+
+
 def _state(process: ProcessRecord, outcome: str) -> str:
+    if outcome and process.code in (None, *_TOLD_TO_END):
+        return "ended with the run"
     if process.code is None:
-        return "ended with the run" if outcome else "running"
+        return "running"
     if process.code < 0:
         return f"killed by signal {-process.code}"
     return f"failed, exit code {process.code}" if process.code else "ended"

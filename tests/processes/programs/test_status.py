@@ -67,10 +67,12 @@ def test_a_run_that_has_ended(tmp_path, capsys, outcome, code):
     run, recorder, processes = make(tmp_path)
     processes["trainer-1"].exit_code = -9
     processes["controller"].exit_code = 1
+    processes["engine-0"].exit_code, processes["engine-1"].exit_code = -15, 143  # by the launcher
     recorder.write(processes, 0, outcome)
     found, shown = show(run, capsys)
     assert found == code and f": {outcome}, version 7" in shown
-    assert "killed by signal 9" in shown and "failed, exit code 1" in shown and "ended with the run" in shown
+    assert "killed by signal 9" in shown and "failed, exit code 1" in shown
+    assert "15" not in shown and "143" not in shown and shown.count("ended with the run") == 3
 
 
 def test_a_run_that_was_interrupted_names_the_command_that_resumes_it(tmp_path, capsys):
@@ -207,7 +209,7 @@ def test_a_run_whose_records_cannot_be_read_goes_on(tmp_path):
     """Whatever cannot be read of them is unknown, as above."""
     run, recorder, processes = make(tmp_path)
     recorder.write(processes, 1)
-    pulse, console = Pulse(run, silence_s=180), Console(run, None)
+    pulse, console = Pulse(run, silence_s=180), Console(run, Config(name="tiny", updates=120))
     assert pulse.state() == "running"
     for path in (run.status, run.processes):
         UNREADABLE["half"](path)
