@@ -12,6 +12,8 @@ from areal_megatron.observe.status import Status
 HEAD = ("process", "node", "slots", "state", "version", "requests", "tokens/s")
 _LISTED = 32
 """The most processes that have a row each; if there are more, neighbours of one pool and state share a row."""
+_TOLD_TO_END = (-signal.SIGTERM, 128 + signal.SIGTERM)
+"""Exit codes of what the launcher ends, the second through a shell."""
 
 
 def rows(record: LaunchRecord, status: Status, every: bool) -> list[tuple[str, ...]]:
@@ -43,10 +45,6 @@ def _alike(processes: list[ProcessRecord]) -> Iterator[list[ProcessRecord]]:
     """Groups neighbours of one pool that are in the same state."""
     for _, members in groupby(processes, key=lambda p: (p.name.partition("-")[0], p.code)):
         yield list(members)
-
-
-_TOLD_TO_END = (-signal.SIGTERM, 128 + signal.SIGTERM)
-"""Exit codes of what the launcher ends, the second through a shell."""
 
 
 def _state(process: ProcessRecord, outcome: str) -> str:

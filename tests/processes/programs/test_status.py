@@ -72,7 +72,7 @@ def test_a_run_that_has_ended(tmp_path, capsys, outcome, code):
     found, shown = show(run, capsys)
     assert found == code and f": {outcome}, version 7" in shown
     assert "killed by signal 9" in shown and "failed, exit code 1" in shown
-    assert "15" not in shown and "143" not in shown and shown.count("ended with the run") == 3
+    assert "signal 15" not in shown and "code 143" not in shown and shown.count("ended with the run") == 3
 
 
 def test_a_run_that_was_interrupted_names_the_command_that_resumes_it(tmp_path, capsys):
