@@ -4,9 +4,9 @@
                                   [--json FILE] [--out runs/quality-N] [key=value …]
 
 Both train the same warm-started model on the same prompts, with as many answers a batch, one optimizer step a batch,
-the same loss, optimizer and constant rate, on the same two cores. The time begins with the first answer's generation. The
-accuracy is that of sampled answers (temperature 1), as a moving mean over ten batches. Each system counts with the rate
-that is best for it. TRL is installed into a folder beside the runs (requirements-trl.lock).
+the same loss, optimizer and constant rate, on the same two cores. The time begins with the first answer's generation.
+The accuracy is that of sampled answers (temperature 1), as a moving mean over ten batches. Each system counts with the
+rate that is best for it. TRL is installed into a folder beside the runs (requirements-trl.lock).
 
 Tasks: `short`: sums of two numbers of four digits, answers of about 18 tokens. `long-tail`: sums of 1 to 40 labelled
 digits with running totals, answers of 4 to 170 tokens; the tail is part of what is learned. `long-prompts`: the largest
