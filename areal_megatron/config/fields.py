@@ -348,6 +348,16 @@ class PPOConfig:
     def has_critic(self) -> bool:
         return self.critic.lr > 0
 
+    @property
+    def all_have_gradients(self) -> bool:
+        """Whether every trained token has a gradient, whatever its advantage."""
+        return self.has_critic or bool(self.penalty.coefficients)
+
+    @property
+    def all_count(self) -> bool:
+        """Whether tokens with advantage 0 change a step that others have a gradient for: M2PO masks by all tokens."""
+        return self.all_have_gradients or self.correction.m2po > 0
+
 
 @dataclass
 class SFTConfig:

@@ -172,7 +172,6 @@ class Batches:
         self, trajectories: list[Trajectory], number: int, version: int, probed: list[Excerpt]
     ) -> tuple[list[EncodedBatch], dict[str, Any]]:
         config, ppo = self._config, self._config.ppo
-        all_count = ppo.penalty.coefficients or ppo.correction.m2po
         parts = split(
             trajectories,
             version=version,
@@ -183,7 +182,7 @@ class Batches:
             flops=self._flops,
             multiple=config.trainer.microbatch_multiple,
             share_prompts=config.trainer.share_prompts,
-            within_group=PUBLISHED[ppo.algorithm].within_group and not all_count,
+            within_group=PUBLISHED[ppo.algorithm].within_group and not ppo.all_count,
         )
         for replica, part in enumerate(parts):
             part.probe = probed[replica :: len(parts)]

@@ -315,8 +315,8 @@ class PPO:
         """Returns the weight in the loss of each token of a mini-batch's trajectories, which are this replica's, and
         whether the losses of each micro-batch, of all replicas, have a gradient.
 
-        None has without trained tokens in the mini-batch, nor, unless there are penalties, a critic or balanced
-        experts, where all advantages are 0.
+        None has without trained tokens in the mini-batch. Where one has, all have if `ppo.all_count`, or if experts are
+        balanced, since routers learn from all tokens.
         """
         members = [*chain(*microbatches)]
         own, whole = weighed.trained[members], weighed.in_episode[members]
@@ -325,10 +325,9 @@ class PPO:
         tokens, episodes, *unequal = self._parallel.sum_over_replicas(counts).tolist()
         longest = self._config.rollout.max_new_tokens
         weights = token_weights(self._algorithm.mean, whole, tokens, episodes, longest)
-        always = bool(self._critic or self._config.ppo.penalty.coefficients)
-        # Routers learn from all tokens, and M2PO masks by all.
-        always |= any(unequal) and bool(self._balances_experts or self._config.ppo.correction.m2po)
-        teaches = [tokens > 0 and bool(always or count) for count in unequal]
+        ppo = self._config.ppo
+        every = ppo.all_have_gradients or (any(unequal) and (ppo.all_count or self._balances_experts))
+        teaches = [tokens > 0 and bool(every or count) for count in unequal]
         return dict(zip(members, weights.tolist(), strict=True)), teaches
 
     def _set_proximal(self, minibatches: list[list[PPOMicroBatch]]) -> None:

@@ -330,9 +330,15 @@ def test_there_is_no_step_where_there_is_nothing_to_learn(folder, on_ranks):
 
 
 IDLE = {
-    1: [("qwen3", {})],
-    2: [("qwen3_moe", {"dp": 2, "ep": 2}), ("qwen2", {"pp": 2, "vpp": 2}), ("qwen3", {"cp": 2})],
+    1: [("qwen3", {}, 0)],
+    2: [
+        ("qwen3_moe", {"dp": 2, "ep": 2}, 0),
+        ("qwen2", {"pp": 2, "vpp": 2}, 0),
+        ("qwen3", {"cp": 2}, 0),
+        ("qwen2", {"dp": 2}, 0.03),
+    ],
 }
+"""Model, layout and bound of M2PO, which masks by all tokens."""
 
 
 @pytest.mark.parametrize("ranks", with_soaked((1, 2), (1,)))

@@ -4,12 +4,15 @@ import asyncio
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from areal_megatron.config import (
     Config,
+    CorrectionConfig,
     DataConfig,
     MachineConfig,
     ModelConfig,
+    PenaltyConfig,
     PPOConfig,
     RolloutConfig,
     TrainerConfig,
@@ -22,7 +25,7 @@ from areal_megatron.data.trajectory import BatchPart, Trajectory, decoder
 from areal_megatron.protocol import EncodedBatch, NextBatch, NotYet, PublishAgain, Stop, Trained
 
 
-def make(timeout_s, schedule=None, take=None, share_prompts=True):
+def make(timeout_s, schedule=None, take=None, share_prompts=True, ppo=None):
     config = Config(
         name="t",
         updates=10,
@@ -30,7 +33,7 @@ def make(timeout_s, schedule=None, take=None, share_prompts=True):
         model=ModelConfig("m"),
         data=DataConfig("d"),
         trainer=TrainerConfig(dp=2, share_prompts=share_prompts),
-        ppo=PPOConfig(minibatches=1),
+        ppo=ppo or PPOConfig(minibatches=1),
         rollout=RolloutConfig(group_size=2),
         machine=MachineConfig(peer_timeout_s=timeout_s),
     )
@@ -131,6 +134,39 @@ def test_a_group_is_one_bundle_unless_the_config_forbids_it(share_prompts):
             parts = await asyncio.gather(*(subject.next(NextBatch(replica, 0, 0)) for replica in range(2)))
         bundles = [decoder(BatchPart).decode(part.part).minibatches for part in parts]
         assert bundles == [[[[[0, 1]]]] if share_prompts else [[[[0], [1]]]]] * 2
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize(
+    ("settings", "apart"),
+    [
+        ({"algorithm": "grpo"}, True),
+        ({"algorithm": "ppo"}, False),
+        ({"algorithm": "grpo", "penalty": PenaltyConfig(entropy=0.1)}, False),
+        ({"algorithm": "grpo", "correction": CorrectionConfig(m2po=0.03)}, False),
+    ],
+    ids=["grpo", "ppo", "penalty", "m2po"],
+)
+def test_answers_without_a_gradient_have_rows_of_their_own_unless_all_tokens_count(settings, apart):
+    schedule = Schedule(batch_size=4, group_size=2, max_staleness=1, updates=10)
+    schedule.add_engine(0, 0)
+
+    def take(group):
+        prompt = group.prompt_id
+        rewards = [[0.5, 0.5], [0.0, 1.0]][prompt]
+        answers = [trajectory(0, [0, 0], [1, 1], reward, uid=2 * prompt + i) for i, reward in enumerate(rewards)]
+        return [replace(answer, prompt_id=prompt) for answer in answers]
+
+    subject = make(60, schedule, take, ppo=PPOConfig(minibatches=1, **settings))
+
+    async def play():
+        for prompt in range(2):
+            schedule.finish(schedule.admit(0, 0, prompt))
+        async with asyncio.timeout(10):
+            parts = await asyncio.gather(*(subject.next(NextBatch(replica, 0, 0)) for replica in range(2)))
+        rows = [decoder(BatchPart).decode(part.part).members[0] for part in parts]
+        assert [len(own) for own in rows] == [1 + apart] * 2
 
     asyncio.run(play())
 
