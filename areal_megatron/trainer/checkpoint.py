@@ -231,6 +231,7 @@ class Saver:
                     )
                 time.sleep(_POLL_S)
             parts.append(_Part(*json.loads(store.get(f"{key}{rank}"))))
+            store.delete_key(f"{key}{rank}")
         if failed := [part for part in parts if part.error]:
             first = min(failed, key=lambda part: part.is_of_file_system)
             more = f"; so did {len(failed) - 1} other ranks" if len(failed) > 1 else ""

@@ -90,8 +90,13 @@ def check_straight(folder: Path, rank: int, config: Config) -> None:
 
 
 def check_another_saver(subject: Trainer, path: Path) -> None:
-    """What rank 0 seals of another rank's file is of this file, though the rank told of its own of an earlier saver."""
-    saver, written = checkpoint.Saver(subject), {}
+    """What rank 0 seals of another rank's file is of this file, though the rank told of its own of an earlier saver.
+
+    The save leaves nothing in the store.
+    """
+    saver, written, store = checkpoint.Saver(subject), {}, subject.parallel.store
+    keys = store.num_keys()
+    dist.barrier()
 
     def late(image: Image, file: Path, write=Image.write) -> int:
         time.sleep(0 if subject.parallel.is_first else 2.0)
@@ -101,6 +106,7 @@ def check_another_saver(subject: Trainer, path: Path) -> None:
         saver.begin(path, written.update)
         saver.wait()
     dist.barrier()
+    assert store.num_keys() == keys
     assert {name: file.crc for name, file in written.items()} == {
         name: zlib.crc32((path / name).read_bytes()) for name in written
     }
