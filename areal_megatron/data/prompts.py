@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from areal_megatron.config import TEACHERS, Config, ConfigError, RewardConfig
@@ -170,11 +171,26 @@ def read_prompts(
             where=record.where,
             digest=digest_of_prompt(record, item, by_environment, teacher_of(record, config)),
             teacher=teacher_of(record, config),
-            row=record.row if by_environment[record.environment].reads_rows else None,
+            row=_checked(record) if by_environment[record.environment].reads_rows else None,
             chat=None if isinstance(item.prompt, str) else item.prompt,
         )
         for record, item, ids, length in zip(found, items, tokens, lengths, strict=True)
     ]
+
+
+def _checked(record: Record) -> dict[str, Any]:
+    """Returns the row. Raises ConfigError for a type of value that no other process can be sent."""
+    for column, value in record.row.items() if record.has_columns else ():
+        try:
+            msgspec.msgpack.encode(value)
+        except TypeError:
+            raise ConfigError(
+                f"{record.where}: column {column!r} has a value of type {type(value).__name__}, which functions of "
+                "yours cannot be sent: write it as text, or times in microseconds, or leave the column out"
+            ) from None
+        except (UnicodeEncodeError, OverflowError):  # this row alone: its episodes fail
+            continue
+    return record.row
 
 
 def teacher_of(record: Record, config: Config) -> str:

@@ -167,7 +167,7 @@ _DTYPES = {"<i4", "<f4", "|u1", "<u2"}
 def _encode_array(value: Any) -> Any:
     if isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype.str in _DTYPES:
         return [value.dtype.str, value.tobytes()]
-    raise NotImplementedError(f"cannot send {type(value).__name__}")
+    raise TypeError(f"cannot send {type(value).__name__}")
 
 
 def _decode_array(kind: type, value: Any) -> Any:

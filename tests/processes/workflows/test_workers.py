@@ -187,7 +187,7 @@ def test_the_row_is_the_workflows(tmp_path, monkeypatch):
 
 
 def test_a_row_that_cannot_be_sent_fails_its_episode(tmp_path, monkeypatch):
-    rows = {"text": "\ud800"}, {"number": 2**64}
+    rows = {"text": "\ud800"}, {"number": 2**64}, {"type": object()}
 
     async def then(pool):
         return [(await pool.sample(1, row=row, where="x:3"), await pool.sample(1, row=ROW)) for row in rows]
@@ -196,7 +196,7 @@ def test_a_row_that_cannot_be_sent_fails_its_episode(tmp_path, monkeypatch):
     for (failed,), (found,) in pairs:
         assert failed.score.failure.startswith("x:3: cannot be sent to a process of workflows: ")
         assert not failed.score.trained and found.score.trained
-    assert counts["workflow_failures"] == len(pairs) == 2
+    assert counts["workflow_failures"] == len(pairs) == 3
 
 
 def test_what_fails_is_counted(tmp_path, monkeypatch):

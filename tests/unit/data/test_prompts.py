@@ -313,6 +313,22 @@ def config(folder, **data):
     )
 
 
+def test_a_column_that_no_worker_can_be_sent_is_named_before_the_run_if_anybody_gets_it(folder, tmp_path):
+    """pandas writes times in nanoseconds, and pyarrow reads those as its Timestamp."""
+    pandas, path = pytest.importorskip("pandas"), tmp_path / "rows.parquet"
+    rows = [{"prompt": "a", "answer": "1", "at": None}, {"prompt": "b", "answer": "2", "at": pandas.Timestamp(1001)}]
+    pandas.DataFrame(rows).to_parquet(path)
+    settings = config(folder, train=path)
+    check_data(settings)
+    settings.reward.function = "mine:score"
+    with pytest.raises(
+        ConfigError, match=r"rows\.parquet:2: column 'at' has a value of type Timestamp, which functions"
+    ):
+        check_data(settings)
+    pandas.DataFrame(rows).astype({"at": "datetime64[us]"}).to_parquet(path)
+    check_data(settings)
+
+
 def test_check_data_names_missing_files_and_prompts_that_never_fit(folder, tmp_path):
     path = str(write(tmp_path, {"prompt": "abcdef", "answer": "1"}))
     check_data(config(folder, train=path, max_prompt_tokens=7))
