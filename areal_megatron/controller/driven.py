@@ -107,7 +107,9 @@ class Driven:
         self._flops, self._vocabulary = SequenceFlops.of(described), described["vocab_size"]
         sizes = architecture(described).dimensions
         self._routing = (
-            Routing(sizes.layers, sizes.experts, described["num_experts_per_tok"]) if sizes.experts else None
+            Routing(sizes.layers, sizes.experts, described["num_experts_per_tok"], sizes.dense_layers)
+            if sizes.experts
+            else None
         )
         self._fleet = Fleet(config, run, described, self._serving, self._changed, events=self)
         self._service = Service(address(config.machine.host), run.keys, self._handle, LONGEST_BYTES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
 import numpy as np
 
@@ -22,6 +23,8 @@ class Routing:
     experts: int
     chosen: int
     """The number of experts that a layer sends a token to (k)."""
+    dense: int = 0
+    """The number of layers without experts, which come first. What routes say of them is of no account."""
 
     def joined(self, trajectories: Sequence[Trajectory]) -> np.ndarray | None:
         """Returns the routes of all tokens, int16 [tokens, layers, k], or None if no token has any.
@@ -44,9 +47,11 @@ class Routing:
         """Returns why the routes of a trajectory are none of this model; "" if they may be."""
         routes, length = trajectory.routes, trajectory.length
         rows, rest = divmod(len(routes), self.layers * self.chosen)
-        most = routes.max(initial=0)
-        if not rest and rows <= length and most < self.experts:
-            return ""
+        least, most = routes.min(initial=0), routes.max(initial=0)
+        if not rest and rows <= length and least >= 0 and most < self.experts:
+            columns = np.moveaxis(routes.reshape(rows, self.layers, self.chosen)[:, self.dense :], 2, 0).copy()
+            twice = any((one == other).any() for one, other in combinations(columns, 2))
+            return "a layer sends a token to the same expert twice" if twice else ""
         return (
             f"{len(routes)} expert numbers up to {most} for {length} tokens are of another model: this one has "
             f"{self.layers} layers that choose {self.chosen} of {self.experts}"

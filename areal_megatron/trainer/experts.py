@@ -36,7 +36,8 @@ def permute(
     Megatron's function.
 
     tokens [tokens, hidden], routing_map bool [tokens, experts], probs [tokens, experts]. Where num_out_tokens is an
-    int, as it is unless tokens are dropped, nothing waits for the device; Megatron's waits twice.
+    int, as it is unless tokens are dropped, nothing waits for the device; Megatron's waits twice. It must be the number
+    of ones in the map: a token's experts differ, as the top k of a router and routes that data/routes.py takes do.
     """
     if fused or drop_and_pad or not isinstance(num_out_tokens, int):
         return _permute(tokens, routing_map, probs, num_out_tokens, fused, drop_and_pad)

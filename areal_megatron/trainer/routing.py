@@ -29,7 +29,9 @@ from areal_megatron.trainer.parallel import tensor_parallel_group
 def routing_of(config: TransformerConfig) -> Routing | None:
     if not config.num_moe_experts:
         return None
-    return Routing(config.num_layers, config.num_moe_experts, config.moe_router_topk)
+    kinds = config.moe_layer_freq
+    dense = kinds.count(0) if isinstance(kinds, list) else 0
+    return Routing(config.num_layers, config.num_moe_experts, config.moe_router_topk, dense)
 
 
 class RouteOverride:
