@@ -118,6 +118,8 @@ def _count_tokens_prefilled_again() -> None:
 
     def begin(self: KVCacheManager, request: Request, num_hits: int) -> None:
         nonlocal count
+        # What is dropped again before it begins is computed once; what is dropped while it is computed again counts
+        # whole here, and at its next beginning what had been computed of it.
         count += max(dropped.pop(request.request_id, 0) - num_hits, 0)
         record(self, request, num_hits)
 
