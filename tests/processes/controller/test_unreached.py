@@ -54,8 +54,15 @@ class StandInEngine:
         self._inlet = self._update = None
         self.joined = 0
 
-    def serving(self):
-        return served(self._answer)
+    @asynccontextmanager
+    async def serving(self):
+        async with served(self._answer) as address:
+            yield address
+        self._end_link()
+
+    def _end_link(self):
+        if self._inlet:
+            self._inlet.end()
 
     async def _answer(self, request):
         body, reply = await request.read(), {"seconds": 0.0}
@@ -64,6 +71,7 @@ class StandInEngine:
                 return web.Response(text="vllm:num_requests_running 0\nvllm:generation_tokens_total 1\n")
             case "/init_weight_transfer_engine":
                 self.joined += 1
+                self._end_link()
                 info = LinkInfo(**json.loads(body)["init_info"] | {"bucket_elements": BUCKET})
                 self._inlet = Inlet(self._shard, info, log=lambda _: None)
             case "/start_weight_update" if self.broken:
@@ -108,6 +116,7 @@ class Training:
         self._open, self._store = store, f"127.0.0.1:{store.port}"
         shapes = trainer_layout.layout(CONFIG, MegatronSizes(), 0).parameters
         self._live = {name: torch.zeros(shape) for name, shape in shapes.items()}
+        self._timeline = Timeline(folder / "timeline.jsonl", "trainer-0")
         self._publisher = Publisher(
             TrainerRank(
                 parameters=lambda: self._live,
@@ -116,7 +125,7 @@ class Training:
                 dtype=torch.float32,
                 store=self._store,
                 on_delivered=self._delivered,
-                timeline=Timeline(folder / "timeline.jsonl", "trainer-0"),
+                timeline=self._timeline,
                 reshard=ReshardConfig(timeout_s=TIMEOUT_S, update="full"),
             )
         )
@@ -149,6 +158,7 @@ class Training:
 
     def close(self):
         self._publisher.close()
+        self._timeline.close()
 
 
 @asynccontextmanager
@@ -182,6 +192,8 @@ async def scene(folder, engines, first=2, first_weights="model"):
             running.cancel()
             await asyncio.to_thread(training.close)
             await fleet.close()
+            for engine in fleet.engines:
+                engine.timeline.close()
 
 
 @pytest.fixture(autouse=True)
