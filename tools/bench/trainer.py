@@ -3,7 +3,7 @@
     python tools/bench/trainer.py [--model demo] [--layers N] [--draw short|equal|long-tail …] [--answers 256]
                                   [--group 8] [--prompt 6] [--median 24] [--sigma 1.0] [--longest 256] [--cap 2048]
                                   [--minibatches 4] [--dtype float32] [--recompute none] [--repetitions 9]
-                                  [--lora RANK] [--threads 1] [--json FILE]
+                                  [--lora RANK] [--idle SHARE] [--threads 1] [--json FILE]
     python tools/bench/trainer.py --delta-nets [--dtype float32] [--repetitions 9] [--threads 1] [--json FILE]
 
 A folder with random weights is made; lengths are drawn and packed as in a run; then the real trainer and the plain loop
@@ -15,8 +15,9 @@ The plain loop computes each answer with its prompt, and so does the trainer bes
 trainer with trainer.share_prompts, where the packer finds that this pays. tokens/s counts each prompt with each answer.
 MFU is that of the useful FLOPs (models/flops.py: every token once, forward, backward and in the proximal pass) against
 a large product in the same repetition. Memory is what the process takes beyond what it had before, against that of
-`areal plan`. With --lora the trainer then trains the batch with adapters of this rank on all linear layers. Last come
-the lines that make the host wait for the device (tools/bench/synchronisations.py), in one update.
+`areal plan`. With --lora the trainer then trains the batch with adapters of this rank on all linear layers. With --idle
+it trains the answers by GRPO, in turn without and with this share of groups whose rewards are all equal. Last come the
+lines that make the host wait for the device (tools/bench/synchronisations.py), in one update.
 
 With --delta-nets two layers of the trainer are compared instead, one with a gated delta net and one with attention, of
 a small Qwen3.5 (tools/bench/delta_net.py): forwards and backwards in turn, on a sequence of 2,048 tokens, then on as
@@ -137,13 +138,11 @@ class Lengths:
         return np.array([len(good_answer(int(a), int(b))) - marks + 1 for a, b in pairs])  # and the end
 
 
-def batches(
-    lengths: Lengths, draw: str, vocabulary: int, config: Config, hf: dict[str, Any], seed: int
-) -> tuple[BatchPart, BatchPart]:
-    """Returns a batch of random tokens as the controller packs it: without and with shared prompts."""
+def random_answers(lengths: Lengths, draw: str, vocabulary: int, seed: int) -> list[Trajectory]:
+    """Returns answers of random tokens, with rewards of -5 and 5."""
     generator = np.random.default_rng(seed)
     prompts = generator.integers(0, vocabulary, (-(-lengths.answers // lengths.group), lengths.prompt), dtype=np.int32)
-    trajectories = [
+    return [
         Trajectory(
             uid=uid,
             epoch=0,
@@ -159,10 +158,21 @@ def batches(
         )
         for uid, count in enumerate(lengths.draw(draw, generator).tolist())
     ]
-    settings = {"version": 0, "replicas": 1, "seed": seed, "flops": SequenceFlops.of(hf)}
+
+
+def packed(answers: list[Trajectory], config: Config, hf: dict[str, Any], seed: int, **settings: bool) -> BatchPart:
+    """Returns the batch as the controller packs it."""
     settings |= {"minibatches": config.ppo.minibatches, "cap": config.trainer.microbatch_tokens}
-    [[alone], [shared]] = (split(trajectories, share_prompts=share, **settings) for share in (False, True))
-    return alone, shared
+    [part] = split(answers, version=0, replicas=1, seed=seed, flops=SequenceFlops.of(hf), **settings)
+    return part
+
+
+def batches(
+    lengths: Lengths, draw: str, vocabulary: int, config: Config, hf: dict[str, Any], seed: int
+) -> tuple[BatchPart, BatchPart]:
+    """Returns a batch of random tokens: without and with shared prompts."""
+    answers = random_answers(lengths, draw, vocabulary, seed)
+    return packed(answers, config, hf, seed), packed(answers, config, hf, seed, share_prompts=True)
 
 
 def useful_flops(part: BatchPart, hf: dict[str, Any]) -> float:
@@ -219,6 +229,28 @@ def compare(
     return found
 
 
+def idle_ratios(
+    draw: str, lengths: Lengths, config: Config, hf: dict[str, Any], options: argparse.Namespace, folder: Path
+) -> list[float]:
+    """Returns the time of an update by GRPO with options.idle of the groups idle over one without, for each
+    repetition."""
+    parts, own = [], replace(config, ppo=replace(config.ppo, algorithm="grpo"))
+    for share in (options.idle, 0.0):
+        answers = random_answers(lengths, draw, hf["vocab_size"], options.seed)
+        for answer in answers:
+            is_idle = answer.prompt_id < share * lengths.answers / lengths.group
+            answer.reward = 5.0 if is_idle or answer.uid % 2 else -5.0
+        parts.append(packed(answers, own, hf, options.seed, within_group=True))
+    run = RunFolder(folder)
+    run.create()
+    with Trainer(own, run, 0) as trainer:
+        took = [
+            [timed(partial(trainer.train_batch, part), trainer.device) for part in parts]
+            for _ in range(options.repetitions + 1)
+        ]
+    return [with_idle / without for with_idle, without in took[1:]]  # the first one warms up
+
+
 def measure(
     draw: str, lengths: Lengths, config: Config, hf: dict[str, Any], options: argparse.Namespace, folder: Path
 ) -> dict[str, Any]:
@@ -273,6 +305,7 @@ def measure(
         },
         "product_flop_per_s": spread(rates),
         "adapters": adapters if options.lora else None,
+        "idle": spread(idle_ratios(draw, lengths, config, hf, options, folder / "idle")) if options.idle else None,
         "memory": {"peak_bytes": memory, "planned_bytes": planned},
         "synchronisations": [site._asdict() | {"count": n, "reason": reason(site)} for site, n in sorted(seen.items())],
     }
@@ -290,6 +323,8 @@ def table(row: dict[str, Any]) -> str:
         lines.append(f"{name:<26}{cell(figure, 0, 10)}   {row['mfu'][name]['median']:>6.1%}   {ratio}{best}")
     if row["adapters"]:
         lines.append(f"time of an update of adapters over one of all weights: {cell(row['adapters'])}")
+    if row["idle"]:
+        lines.append(f"time of an update with groups of equal rewards over one without: {cell(row['idle'])}")
     norms, memory = row["gradient_norms"], row["memory"]
     lines += [
         f"gradient norm of the first update: {', '.join(f'{name} {norm:.6g}' for name, norm in norms.items())}",
@@ -350,6 +385,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     parser.add_argument("--recompute", choices=("none", "elementwise", "mlp", "full"), default="none")
     parser.add_argument("--lora", type=positive, metavar="RANK", help="adapters beside all weights")
+    parser.add_argument("--idle", type=float, metavar="SHARE", help="of groups whose rewards are all equal, by GRPO")
     parser.add_argument("--delta-nets", action="store_true", help="a layer with one against a layer with attention")
     parser.add_argument("--threads", type=positive, default=1, help="of torch, without a GPU")
     parser.add_argument("--seed", type=int, default=0)
@@ -357,6 +393,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     if options.delta_nets:  # a batch is one row
         options.minibatches = options.prompt = options.group = 1
         options.cap = options.longest = delta_net.TOKENS
+    if options.idle is not None and not (0 < options.idle < 1 and options.group > 1):
+        parser.error("--idle is a share between 0 and 1 of groups of several answers")
     if options.answers < options.minibatches:
         parser.error(f"--answers {options.answers} are too few for --minibatches {options.minibatches}")
     return options

@@ -44,7 +44,7 @@ def test_a_batch_is_packed_and_its_useful_flops_counted(tmp_path):
 def test_the_plain_loop_trains_as_the_trainer_does(model, tmp_path):
     report = tmp_path / "report.json"
     options = f"--model {model} --layers 2 --answers 24 --cap 200 --minibatches 2 --repetitions 1 --lora 4"
-    options += " --draw short long-tail"
+    options += " --draw short long-tail --idle 0.5"
     command = [sys.executable, "-m", "tools.bench.trainer", *options.split(), "--json", str(report)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -56,7 +56,7 @@ def test_the_plain_loop_trains_as_the_trainer_does(model, tmp_path):
         assert set(norms) == {"trainer", "padded", "packed, block mask", "packed, call a length"}
         assert norms == pytest.approx(dict.fromkeys(norms, norms["trainer"]), rel=1e-4)
         assert row["packed"].startswith("packed") and set(row["ratio"]) == set(norms) - {"trainer"} | {SHARED}
-        assert row["adapters"]["median"] > 0
+        assert row["adapters"]["median"] > 0 and row["idle"]["median"] < 1
         assert 0 < row["mfu"]["trainer"]["median"] < 1 and row["memory"]["planned_bytes"] > 0
         assert any("clip_grads" in found["file"] for found in row["synchronisations"])
 
@@ -78,3 +78,7 @@ def test_wrong_options_are_one_line(capsys):
         parse(["--answers", "2", "--minibatches", "4"])
     assert ended.value.code == 2
     assert "--answers 2 are too few for --minibatches 4" in capsys.readouterr().err
+    for alone in (["--idle", "1"], ["--idle", "0.5", "--group", "1"]):
+        with pytest.raises(SystemExit):
+            parse(alone)
+        assert "--idle is a share between 0 and 1 of groups of several answers" in capsys.readouterr().err
