@@ -310,7 +310,7 @@ def _arrow(path: Path) -> Iterator[tuple[int, Any]]:
 
 def _batched(path: Path, batches: Iterable[Any]) -> Iterator[tuple[int, Any]]:
     number = 0
-    for batch in batches:
+    for batch in map(_in_microseconds, batches):
         try:
             rows = batch.to_pylist()
         except UnicodeDecodeError:  # somewhere in the batch
@@ -321,6 +321,21 @@ def _batched(path: Path, batches: Iterable[Any]) -> Iterator[tuple[int, Any]]:
                 number += 1
         except UnicodeDecodeError as e:
             raise ConfigError(f"{path}:{number + 1}: a text is not UTF-8: {e.reason} at byte {e.start}") from None
+
+
+def _in_microseconds(batch: Any) -> Any:
+    """Returns the batch with columns of times and durations as Python's own types hold them; pandas writes
+    nanoseconds."""
+    import pyarrow
+
+    def coarse(field: Any) -> Any:
+        if getattr(field.type, "unit", "") != "ns" or pyarrow.types.is_time(field.type):
+            return field
+        is_duration = pyarrow.types.is_duration(field.type)
+        return field.with_type(pyarrow.duration("us") if is_duration else pyarrow.timestamp("us", field.type.tz))
+
+    schema = pyarrow.schema([coarse(field) for field in batch.schema])
+    return batch if schema.equals(batch.schema) else batch.cast(schema, safe=False)
 
 
 def _pyarrow(path: Path):

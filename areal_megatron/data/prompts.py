@@ -186,7 +186,7 @@ def _checked(record: Record) -> dict[str, Any]:
         except TypeError:
             raise ConfigError(
                 f"{record.where}: column {column!r} has a value of type {type(value).__name__}, which functions of "
-                "yours cannot be sent: write it as text, or times in microseconds, or leave the column out"
+                "yours cannot be sent: write it as text, or leave the column out"
             ) from None
         except (UnicodeEncodeError, OverflowError):  # this row alone: its episodes fail
             continue

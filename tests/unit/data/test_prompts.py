@@ -3,14 +3,18 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import numpy as np
+import pyarrow
 import pytest
+from pyarrow import parquet
 from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from areal_megatron.config import Config, ConfigError, DataConfig, EnvironmentConfig, ModelConfig, RolloutConfig
+from areal_megatron.data import files
 from areal_megatron.data.check import check_data
 from areal_megatron.data.examples import read_examples
 from areal_megatron.data.prompts import Cursor, cursor, ranks_of, read_prompts
@@ -314,18 +318,20 @@ def config(folder, **data):
 
 
 def test_a_column_that_no_worker_can_be_sent_is_named_before_the_run_if_anybody_gets_it(folder, tmp_path):
-    """pandas writes times in nanoseconds, and pyarrow reads those as its Timestamp."""
-    pandas, path = pytest.importorskip("pandas"), tmp_path / "rows.parquet"
-    rows = [{"prompt": "a", "answer": "1", "at": None}, {"prompt": "b", "answer": "2", "at": pandas.Timestamp(1001)}]
-    pandas.DataFrame(rows).to_parquet(path)
+    """Times in nanoseconds, as pandas writes them, are read in microseconds, but in lists as pandas' own type."""
+    path, time = tmp_path / "rows.parquet", pyarrow.array([None, 1001], pyarrow.timestamp("ns", "UTC"))
+    lasted, listed = time.cast("int64").cast(pyarrow.duration("ns")), pyarrow.ListArray.from_arrays([0, 0, 2], time)
+    columns = {"prompt": ["a", "b"], "answer": ["1", "2"], "at": time, "lasted": lasted}
     settings = config(folder, train=path)
-    check_data(settings)
     settings.reward.function = "mine:score"
-    with pytest.raises(
-        ConfigError, match=r"rows\.parquet:2: column 'at' has a value of type Timestamp, which functions"
-    ):
+    parquet.write_table(pyarrow.table(columns), path)
+    check_data(settings)
+    [_, row] = [record.row for record in files.records(path)]
+    assert row["at"] == datetime(1970, 1, 1, microsecond=1, tzinfo=UTC) and row["lasted"] == timedelta(microseconds=1)
+    parquet.write_table(pyarrow.table(columns | {"seen": listed}), path)
+    with pytest.raises(ConfigError, match=r"rows\.parquet:2: column 'seen' has a value of type list, which functions"):
         check_data(settings)
-    pandas.DataFrame(rows).astype({"at": "datetime64[us]"}).to_parquet(path)
+    settings.reward.function = "math"
     check_data(settings)
 
 
