@@ -176,8 +176,14 @@ class RewardWorkers:
         name = self._config.group_function if isinstance(request, AnswerGroup) else self._config.function
         name = f"{request.where}: {name}" if request.where else name
         try:
+            since = None
             while (scored := worker.heard() or await within(limit, worker.next_scored())).away:
+                since = now() if since is None else since
                 self._wait_for_service(scored.problem)
+                if now() - since > self._config.away_s:  # and others have had their scores meanwhile
+                    await worker.kill()
+                    problem = f"{scored.problem}, for {self._config.away_s:g} s (reward.away_s), but not for others"
+                    return Scored(problem=problem, never=True)
             self._away_since = None
         except TimeoutError:
             await worker.kill()

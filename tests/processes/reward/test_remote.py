@@ -192,6 +192,27 @@ def test_a_service_that_stays_away_ends_the_run(caplog):
         asyncio.run(asyncio.wait_for(scores(), 300))
 
 
+def test_a_service_that_stays_away_from_one_answer_alone_fails_that_answer(url, caplog):
+    """As behind a proxy, which says 502 for each that ends the service's process."""
+
+    async def scores():
+        config = RewardConfig(function=url, timeout_s=20.0, away_s=2.0, workers=2)
+        pool, others = RewardWorkers(config), 0
+        await pool.start()
+        try:
+            alone = asyncio.ensure_future(scores_of(pool, [Answer("", "", "502 "), Answer("abc", "", "score")]))
+            while not alone.done():
+                assert await scores_of(pool, [Answer("ab", "", "score")]) == [2.0]
+                others += 1
+                await asyncio.sleep(0.1)
+            return alone.result(), pool.failures, others > 10
+        finally:
+            await pool.close()
+
+    assert asyncio.run(asyncio.wait_for(scores(), 60)) == ([None, 3.0], 1, True)
+    assert "answered with status 502, for 2 s (reward.away_s), but not for others" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("address", "problem"),
     [
