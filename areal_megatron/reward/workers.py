@@ -220,7 +220,7 @@ class RewardWorkers:
         while True:
             try:
                 return await self._new_worker()
-            except OSError as e:  # no descriptor, process or memory is left for the moment
+            except (OSError, _NotLoaded) as e:  # no descriptor, process or memory is left for the moment
                 log.warning("a reward worker cannot be started again yet: %s", e)
                 await asyncio.sleep(_RETRY_S)
 
@@ -244,6 +244,10 @@ def _refused(scored: Scored) -> Scored:
     return Scored(feedback="The final answer is too much to work out.", refused=True, last=scored.last)
 
 
+class _NotLoaded(ConfigError):
+    """A worker process has ended, or took too long, before it had loaded its functions."""
+
+
 class _Worker:
     def __init__(self, process: asyncio.subprocess.Process):
         assert process.stdin is not None and process.stdout is not None
@@ -260,11 +264,11 @@ class _Worker:
             worker = cls(await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, stderr=stderr))
         try:
             ready = _decode_ready(await within(_START_TIMEOUT_S, worker._read()))
-        except (TimeoutError, asyncio.IncompleteReadError):
+        except (TimeoutError, asyncio.IncompleteReadError) as e:
             await worker.kill()
-            raise ConfigError(
-                f"reward.function: {function} did not load within {_START_TIMEOUT_S} s; its output is above"
-            ) from None
+            late = isinstance(e, TimeoutError)
+            how = f"did not load within {_START_TIMEOUT_S} s" if late else f"ended with code {worker.exit_code}"
+            raise _NotLoaded(f"reward.function: the worker process of {function} {how}; its output is above") from None
         if ready.problem:
             await worker.kill()
             raise ConfigError(ready.problem)

@@ -240,6 +240,21 @@ def test_a_hung_worker_is_killed_and_replaced(user_function):
     assert {p.pid for p in psutil.Process().children()} == before, "workers outlive their pool"
 
 
+def test_a_worker_that_is_ended_before_it_has_loaded_is_started_again(user_function, tmp_path, caplog):
+    """As by the kernel, which ends reward workers first where no memory is left."""
+    mark = tmp_path / "frail"
+    ends_once = f"import os, sys\nif os.path.exists({str(mark)!r}): os.remove({str(mark)!r}); os._exit(7)"
+    (tmp_path / "my_rewards.py").write_text(f"{ends_once}\n{USER_CODE}")
+
+    async def ask(pool, answers):
+        mark.touch()
+        return await scores_of(pool, answers)
+
+    (scores,), failures = run(user_function, [[answer("exit"), answer("good")]], ask=ask)
+    assert (scores, failures, mark.exists()) == ([None, 3], 1, False)
+    assert "the worker process of my_rewards:by_answer ended with code 7" in caplog.text
+
+
 def test_groups_are_shared_out_over_the_workers_in_order(user_function):
     groups = [[answer("", "x" * i), answer("", "x" * (i + 1))] for i in range(40)]
     scores, failures = run(user_function, groups, workers=2)
