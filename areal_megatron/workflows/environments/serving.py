@@ -62,12 +62,13 @@ def serve(run: Callable[[ServedEpisode], float | list[float] | None]) -> None:
     writing = threading.Lock()
 
     def answer(number: int, episode: ServedEpisode) -> None:
-        try:
-            said = {"reward": run(episode)}
+        try:  # default: such as NumPy's numbers
+            said = json.dumps({"episode": number, "reward": run(episode)}, allow_nan=False, default=float)
         except BaseException as e:  # the thread's last words, also of SystemExit
-            said = {"problem": f"{type(e).__name__}: {e}"[:500]}
+            problem = f"{type(e).__name__}: {e}"[:500].encode(errors="backslashreplace").decode()
+            said = json.dumps({"episode": number, "problem": problem})
         with writing:
-            print(json.dumps({"episode": number, **said}), file=answers, flush=True)
+            print(said, file=answers, flush=True)
 
     for line in sys.stdin:
         message = json.loads(line)

@@ -19,7 +19,7 @@ from tests.support.programs import ProgramWorld
 
 SERVING = Path(areal_megatron.workflows.environments.__file__).parent
 AGENT = f"import sys; sys.path.insert(0, {str(SERVING)!r})" + textwrap.dedent("""
-    import json, os, urllib.error, urllib.request
+    import fractions, json, os, urllib.error, urllib.request
     from serving import is_over, serve
 
     def ask(episode, *said):
@@ -39,6 +39,14 @@ AGENT = f"import sys; sys.path.insert(0, {str(SERVING)!r})" + textwrap.dedent(""
             return None
         if does == "fails":
             raise ValueError("broken")
+        if does == "has a fraction":
+            return fractions.Fraction(1, 4)
+        if does == "has no number":
+            return float("nan")
+        if does == "has a thing":
+            return object()
+        if does == "fails in bytes":
+            raise ValueError(b"\\xff".decode(errors="surrogateescape"))
         if does == "ends its process":
             os._exit(3)
         if does == "asks for ever":
@@ -92,6 +100,21 @@ def test_what_it_says_of_an_episode(tmp_path):
     scored, failed, over = Place(tmp_path, AGENT, turns=3).run(then)
     assert scored.score.correct and failed.score.failure == "rows.jsonl:8: ProgramError: ValueError: broken"
     assert over.score.score == 0.25 and over.answers == 3
+
+
+def test_what_is_no_number_fails_its_episode_alone(tmp_path):
+    async def then(place):
+        kinds = ("has a fraction", "has no number", "has a thing", "fails in bytes", "leaves it to the reward function")
+        found = await asyncio.gather(*(place.sample(asks="right", does=does) for does in kinds))
+        return [(episode.score.score, episode.score.failure) for (episode,) in found]
+
+    fraction, nan, thing, mute, other = Place(tmp_path, AGENT).run(then, timeout_s=30)
+    assert fraction == (0.25, "") and not other[1]
+    assert [failure.rpartition("ProgramError: ")[2] for _, failure in (nan, thing, mute)] == [
+        "ValueError: Out of range float values are not JSON compliant",
+        "TypeError: float() argument must be a string or a real number, not 'object'",
+        "ValueError: \\udcff",
+    ]
 
 
 def test_rows_arrive_as_json_whatever_they_hold(tmp_path):
