@@ -31,7 +31,7 @@ _UNCLOSED = re.compile(r"<([\w-]*(?:think|thought|reason)[\w-]*)>\s*\Z")
 _TAIL = 128
 """The last characters of a question, in which these are looked for: searching takes the square of their number."""
 _INLINE = re.compile(r"\s*<think>(.*?)</think>(.*)\Z", re.DOTALL)
-_RESULT = re.compile(r"\s*<tool_response>\s*(.*?)\s*</tool_response>\s*\Z", re.DOTALL)
+_RESULT = "<tool_response>", "</tool_response>"
 _KEYS = ("reasoning_content", "reasoning", "thinking")
 """Where templates look for the thinking of a message."""
 
@@ -195,8 +195,10 @@ class ConversationRenderer:
     def _split(self, message: Message) -> Message:
         """Returns a message without what the template writes too: an end token after an answer, and tags around a
         tool's result. Thinking with which an answer begins is apart, if the template knows of thinking."""
-        if message["role"] == "tool" and (tagged := _RESULT.match(message["content"])):
-            return message | ({"content": tagged[1]} if self._says("<tool_response>") else {})
+        begin, end = _RESULT
+        said = message["content"].strip()
+        if message["role"] == "tool" and said.startswith(begin) and said.endswith(end) and self._says(begin):
+            return message | {"content": said.removeprefix(begin).removesuffix(end).strip()}
         if message["role"] == "assistant":
             message = message | {"content": self._tokenizer.unended(message["content"])}
         inline = _INLINE.match(message["content"]) if message["role"] == "assistant" else None

@@ -496,7 +496,7 @@ class Tokenizer:
         own = self._marks - {self._special["unk_token"]}
         first = "|".join([*map(re.escape, filter(None, [*(own - self._ends), around[0]])), _MARK])
         last = "|".join([*map(re.escape, filter(None, [*own, around[-1]])), _LAST_MARK])
-        return re.compile(rf"\s*(?:{first})"), re.compile(rf"(?:{last})\s*\w{{0,20}}\s*(?:</?think>\s*)*\Z")
+        return re.compile(rf"\s*(?:{first})"), re.compile(rf"(?:{last})\s*+\w{{0,20}}+\s*+(?:</?think>\s*+)*+\Z")
 
     def _check_open_end(self) -> None:
         """Raises ConfigError if the tokenizer ends every text, and so a prompt, before the answer to it."""

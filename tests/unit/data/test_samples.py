@@ -307,6 +307,16 @@ def test_many_tags_in_a_message_take_no_longer_than_other_texts(tmp_path):
     assert time.process_time() - begun < 10
 
 
+@pytest.mark.parametrize("before", ["<tool_response>a", "<s><|im_end|>"], ids=["tagged", "like a rendered text"])
+def test_much_white_space_in_a_message_takes_no_longer_than_other_texts(tmp_path, before):
+    end = "</tool_response>" if before.startswith("<tool") else "c"
+    told = {"role": "tool", "content": before + " " * 100_000 + f"b {end}"}
+    folder = folder_of(tmp_path / "model", "qwen3")
+    begun = time.process_time()
+    [example] = read(tmp_path, folder, {"messages": [HI, CALLING, told, FIVE]})
+    assert time.process_time() - begun < 5 and len(example.samples) == 1
+
+
 def test_thinking_inside_the_content_is_the_messages_thinking(tmp_path):
     folder = folder_of(tmp_path / "model", "deepseek")
     inline = HELLO | {"content": "<think>\nt1\n</think>\n\nHello", "reasoning_content": None}
