@@ -178,12 +178,14 @@ def shares(found: Sequence[Source], members: Sequence[int]) -> list[tuple[int, i
 
     `members` holds the source number of every row. An epoch is as long as possible without drawing a row twice: at
     least one source is drawn completely, the others in proportion to their weights. Raises ConfigError if a weight is
-    too small for a single row.
+    too small for a single row, or a source has none.
     """
     weights = [source.weight for source in found if source.weight is not None]
     if not weights:
         return []
     sizes = [members.count(number) for number in range(len(found))]
+    if 0 in sizes:
+        raise ConfigError(f"data: no row of {found[sizes.index(0)].path} can be used: leave it out")
     scale = min(size / weight for size, weight in zip(sizes, weights, strict=True))
     drawn = [min(size, round(weight * scale)) for size, weight in zip(sizes, weights, strict=True)]
     for source, count in zip(found, drawn, strict=True):

@@ -180,6 +180,11 @@ def test_a_weight_that_leaves_nothing_is_refused():
         shares(sources("a.jsonl:1,b.jsonl:0.001"), [0] * 10 + [1] * 10)
 
 
+def test_a_file_with_a_weight_of_which_no_row_can_be_used_is_named():
+    with pytest.raises(ConfigError, match=r"^data: no row of b.jsonl can be used: leave it out$"):
+        shares(sources("a.jsonl:1,b.jsonl:2"), [0] * 10)
+
+
 HALF = "\ud83d"
 """The first half of a character, which JSON can spell and UTF-8 cannot."""
 
