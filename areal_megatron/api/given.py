@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from areal_megatron.config import ConfigError
+from areal_megatron.config import ConfigError, RolloutConfig
 from areal_megatron.config.fields import PPOConfig
 from areal_megatron.config.rules import check_field
 from areal_megatron.data.formats import Chat, check_messages
@@ -21,6 +21,8 @@ from areal_megatron.protocol import GivePrompt
 LOSS_SETTINGS = ("objective", "clip_low", "clip_high", "dual_clip")
 """Keys of the section ppo that a call may give another value."""
 SEED_BITS = 62
+_MOST_LIKELY = 20
+"""What vLLM tells of a token's place unless it is told otherwise."""
 MOST_ANSWERS = 16384
 """To one prompt at once: what vLLM takes unless VLLM_MAX_N_SEQUENCES says otherwise."""
 
@@ -52,6 +54,14 @@ def whole(value: Any, name: str, low: int, high: int = 2**31 - 1) -> int:
         found = None
     if found is None or not low <= found <= high:
         raise ConfigError(f"{name}: must be a whole number from {low} to {high}, is {value!r}")
+    return found
+
+
+def top_k(value: Any, rollout: RolloutConfig) -> int:
+    """Returns how many of the likeliest tokens engines are to tell in the place of each."""
+    most, found = rollout.vllm.get("max_logprobs", _MOST_LIKELY), whole(value, "top_k", 0)
+    if 0 <= most < found:
+        raise ConfigError(f"top_k: {found}, and engines tell 0 to {most}; rollout.vllm.max_logprobs is the most")
     return found
 
 

@@ -59,8 +59,6 @@ from areal_megatron.run.process_names import CONTROLLER
 
 LOSSES = (*PUBLISHED, "sft")
 """What `loss` may be: the loss of an algorithm (docs/algorithms.md), or the negative log-probability."""
-_MOST_LIKELY = 20
-"""What vLLM tells of a token's place unless it is told otherwise."""
 _LOOK_S = 0.2
 _END_S = 60.0
 
@@ -198,9 +196,7 @@ class Policy:
         """Returns how likely the engines find the tokens of each text, and which `top_k` they find likeliest.
         `adapter`: as in `sample`."""
         asked, longest = self._all_tokens(texts, "text"), self.config.longest_sequence
-        most, top_k = self.config.rollout.vllm.get("max_logprobs", _MOST_LIKELY), given.whole(top_k, "top_k", 0)
-        if 0 <= most < top_k:
-            raise ConfigError(f"top_k: {top_k}, and engines tell 0 to {most}; rollout.vllm.max_logprobs is the most")
+        top_k = given.top_k(top_k, self.config.rollout)
         for place, tokens in enumerate(asked):
             if not 1 < len(tokens) < longest:  # an engine always samples a token more
                 raise ConfigError(

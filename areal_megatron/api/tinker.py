@@ -343,7 +343,7 @@ class TinkerServer:
     def _scorer(self, asked: dict[str, Any], prompt: list[int]) -> Callable[[Path], PromptScore | None]:
         """Returns what finds out the log-probabilities of the prompt that are asked for, of an adapter. Raises
         ConfigError."""
-        length, top_k = len(prompt), int(asked.get("topk_prompt_logprobs") or 0)
+        length, top_k = len(prompt), given.top_k(asked.get("topk_prompt_logprobs") or 0, self._policy.config.rollout)
         last = asked.get("prompt_logprobs_last_n")
         if not asked.get("prompt_logprobs") and not top_k:
             return lambda _: None

@@ -74,6 +74,11 @@ def test_an_adapter_that_is_not_the_servers_is_refused(world, tmp_path, changes,
         ({"sampling_params": {"temperature": 10**400}}, "int too large to convert to float"),
         ({"num_samples": 10**9}, "num_samples: must be a whole number from 1 to 16384, is 1000000000"),
         ({"num_samples": -1}, "num_samples: must be a whole number from 1 to 16384, is -1"),
+        (
+            {"topk_prompt_logprobs": 10**6},  # arrays of that size would be filled
+            "top_k: 1000000, and engines tell 0 to 20; rollout.vllm.max_logprobs is the most",
+        ),
+        ({"topk_prompt_logprobs": -1}, "top_k: must be a whole number from 0 to 2147483647, is -1"),
     ],
 )
 def test_numbers_without_a_sense_are_refused_at_once(world, tmp_path, changes, problem):
