@@ -23,7 +23,7 @@ def first_beyond(values: Tensor, within: Callable[[Tensor, Tensor], Tensor], red
     """
     # The host has to know each group's result before the next one, and replicas add theirs up on their hosts: it waits
     # for the device once and does the rest itself.
-    keys = values.cpu().contiguous().view(torch.int32)
+    keys = (values.cpu() + 0.0).contiguous().view(torch.int32)  # −0 becomes 0: its bits are above all others
     chosen, prefix, below = torch.ones_like(keys, dtype=torch.bool), 0, torch.zeros(2, 1, dtype=torch.float64)
     for shift in (24, 16, 8, 0):
         digits = (keys[chosen] >> shift) & (_BINS - 1)

@@ -382,10 +382,11 @@ def test_kl_cov_chooses_the_tokens_with_the_largest_covariance_of_all_replicas(s
     assert len(expected) == count or 100 < len(expected) < 300
 
 
-def test_kl_cov_chooses_none_where_all_advantages_are_equal_or_a_number_is_not_one():
+@pytest.mark.parametrize("share", [1.0, 0.5, 0.002])
+def test_kl_cov_chooses_none_where_all_advantages_are_equal_or_a_number_is_not_one(share):
     logprobs = torch.tensor([-1.0, -2.0, -3.0])
     for advantages in (torch.ones(3), torch.zeros(3), torch.tensor([1.0, math.nan, -1.0])):
-        assert not penalty.most_covariant(advantages, logprobs, 1.0, lambda own: own).any()
+        assert not penalty.most_covariant(advantages, logprobs, share, lambda own: own).any()
     assert penalty.most_covariant(torch.zeros(0), torch.zeros(0), 1.0, lambda own: own).tolist() == []
 
 
