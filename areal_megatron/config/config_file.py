@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from functools import cache
 from operator import attrgetter
 from pathlib import Path
@@ -49,6 +49,9 @@ _SECTIONS = {key for key, *_ in config_fields(_EVERY)} - _FIELDS.keys()
 _PASSED_THROUGH = {key for key, _, value in config_fields(_EVERY) if isinstance(value, dict)}
 """Sections with the keys of another library (areal_megatron/config/passed_through.py)."""
 
+_OWN = r"; a text's own ${ is written \${"
+"""What is said where `${` does not begin what stands for another value."""
+
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Defaults, then the YAML file, then `key=value` overrides, of which the last one of a key holds; checked.
@@ -63,7 +66,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     for key, node, place in [*_read_file(path), *(_read_override(text) for text in overrides)]:
         if found := _passed_through(key):
             section, option = found
-            places[key], passed[section][option] = place, _option(node)
+            places[key], passed[section][option] = place, _option(node, f"{place}: {key}")
             continue
         _check_known(key, place)
         places[key] = place
@@ -74,7 +77,8 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         try:
             OmegaConf.update(given, key, node.value)
         except OmegaConfBaseException:
-            raise ConfigError(f"{place}: {key}: must be {wanted}, is {node.value!r}") from None
+            hint = _OWN if "${" in node.value else ""
+            raise ConfigError(f"{place}: {key}: must be {wanted}, is {node.value!r}{hint}") from None
     try:
         missing = [_dotted(key) for key in OmegaConf.missing_keys(given)]
         if not given.data.train and not given.environments:
@@ -84,7 +88,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         config = cast(Config, OmegaConf.to_object(given))
     except OmegaConfBaseException as e:  # as of ${…} that stands for nothing
         key, problem = _wrong(e)
-        raise ConfigError(f"{places.get(key, path)}: {key}: {problem}") from None
+        raise ConfigError(f"{places.get(key, path)}: {key}: {problem}{_OWN}") from None
     for key, options in passed.items():
         section, _, name = key.rpartition(".")
         setattr(attrgetter(section)(config), name, options)
@@ -119,7 +123,7 @@ def no_run(folder: Path) -> ConfigError:
 def options(given: list[str]) -> dict[str, Any]:
     """Returns options that are passed through, each given as `name=value`, unchecked. Raises ConfigError if one is not
     given so."""
-    return {name: _option(node) for name, node, _ in map(_read_override, given)}
+    return {name: _option(node, place) for name, node, place in map(_read_override, given)}
 
 
 def check_stdin(check: Callable[[Config], None]) -> int:
@@ -141,9 +145,19 @@ def save(config: Config, path: Path) -> None:
 def text(config: Config) -> str:
     """Returns the resolved config as YAML. Raises ConfigError for a value that its key cannot have."""
     try:
-        return OmegaConf.to_yaml(OmegaConf.structured(config))
+        return OmegaConf.to_yaml(OmegaConf.structured(_literal(config)))
     except OmegaConfBaseException as e:
         raise ConfigError(": ".join(_wrong(e))) from None
+
+
+def _literal(value: Any) -> Any:
+    """Returns a config, or a value in it, whose texts are read back as they are: `${` begins what stands for another
+    value in a file."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{f.name: _literal(getattr(value, f.name)) for f in fields(value)})
+    if isinstance(value, list):
+        return [*map(_literal, value)]
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
 def _wrong(error: OmegaConfBaseException) -> tuple[str, str]:
@@ -248,12 +262,15 @@ def _value(node: yaml.Node) -> Any:
     return yaml.constructor.SafeConstructor().construct_document(node)
 
 
-def _option(node: yaml.Node) -> Any:
+def _option(node: yaml.Node, place: str) -> Any:
     """The value of an option that is passed through. Unlike YAML, which wants 1.0e-5, takes 1e-5 for a number, as it is
-    taken everywhere else in a config."""
+    taken everywhere else in a config. Raises ConfigError that begins with `place`."""
     pair = yaml.ScalarNode("tag:yaml.org,2002:str", "value"), node
     text = yaml.serialize(yaml.MappingNode("tag:yaml.org,2002:map", [pair]))
-    return cast(dict[str, Any], OmegaConf.to_container(OmegaConf.create(text), resolve=False))["value"]
+    try:
+        return cast(dict[str, Any], OmegaConf.to_container(OmegaConf.create(text), resolve=False))["value"]
+    except (OmegaConfBaseException, yaml.YAMLError) as e:  # `${` without an end, an alias of what it is in
+        raise ConfigError(f"{place}: {first_line(e)}") from None
 
 
 def _passed_through(key: str) -> tuple[str, str] | None:

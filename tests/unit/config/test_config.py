@@ -65,6 +65,18 @@ def test_saved_config_reads_back_equal(tmp_path):
     assert config_file.load(tmp_path / "resolved.yaml") == config
 
 
+@pytest.mark.parametrize(
+    "text", ["agent --key ${KEY}", "${name}", r"\${name}", r"a\\${b", "${", "${oc.env:HOME}", "$$"]
+)
+def test_a_text_with_a_dollar_and_a_brace_is_saved_as_it_is(tmp_path, text):
+    config = load(tmp_path, overrides=["rollout.workflow=program", "rollout.workflow_program=x"])
+    config.rollout.workflow_program = text
+    config.environments = [EnvironmentConfig(name="a", train=text)]
+    config.data.train = ""
+    config_file.save(config, tmp_path / "resolved.yaml")
+    assert config_file.load(tmp_path / "resolved.yaml") == config
+
+
 def test_of_several_overrides_of_a_key_the_last_one_holds(tmp_path):
     overrides = ["ppo.correction.m2po=0.1", "data.eval=x.jsonl", "ppo.correction.m2po=0.04", "data.eval="]
     config = load(tmp_path, MINIMAL + "ppo: {correction: {mask_high: 2}}\n", overrides)
@@ -266,6 +278,10 @@ def test_every_default_is_allowed_and_every_key_is_explained_or_plain():
         (MINIMAL, ["trainer.tp=0"], ["trainer.tp", "a whole number, at least 1", "is 0"]),
         (MINIMAL, ["name=../x"], ["name"]),
         (MINIMAL, ["nonsense"], ["nonsense", "key=value"]),
+        (MINIMAL, ["data.eval=${HOME}"], ["data.eval", "'HOME' not found", r"is written \${"]),
+        (MINIMAL, ["data.eval=${"], ["data.eval", r"is written \${"]),
+        (MINIMAL, ["rollout.vllm.x='${'"], ["override", "rollout.vllm.x: "]),
+        (MINIMAL + "trainer: {megatron: {a: &a [*a]}}\n", [], ["c.yaml:10", "trainer.megatron.a: ", "recursive"]),
         (MINIMAL, ["model=3"], ["model", "section"]),
         ("name: x\n", [], ["missing", "model.path"]),
         ("name: [x\n", [], ["c.yaml:", "YAML"]),
