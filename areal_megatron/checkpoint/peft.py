@@ -47,7 +47,7 @@ PREFIX = "base_model.model."
 """What PEFT's names of factors have before the names of the model's layers."""
 _EXPONENTS = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F800000}
 """The bits of the exponent, all of which are set in what is not finite."""
-_PLAIN = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
+_PLAIN = ("gaussian", "eva", "orthogonal", "mica")
 """Ways to begin an adapter, init_lora_weights, that leave the model's weights as they are; so do true and false."""
 _ABSENT = (
     "alpha_pattern",

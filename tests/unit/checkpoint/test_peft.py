@@ -123,6 +123,7 @@ MISTAKES = {
     "kind": ({"peft_type": "IA3"}, "has peft_type='IA3'; only LORA is known"),
     "bias": ({"bias": "all"}, "has bias='all'"),
     "beginning": ({"init_lora_weights": "pissa_niter_4"}, "with which PEFT changes the base's weights too"),
+    "gradients": ({"init_lora_weights": "lora_ga"}, "with which PEFT changes the base's weights too"),
     "rank": ({"r": "8"}, "needs a positive integer r, has '8'"),
     "alpha": ({"lora_alpha": None}, "needs a positive number lora_alpha"),
     "endless": ({"lora_alpha": 10**400}, "needs a positive number lora_alpha, below 1e9, has 1000"),
