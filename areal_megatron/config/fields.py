@@ -709,7 +709,7 @@ class Config:
     mode: str = key("rl", choices=("rl", "sft", "dpo", "reward_model", "replay", "driven"))
     """`sft`, `dpo`, `reward_model`: supervised training (docs/supervised.md). `replay`: training on the `trajectories`
     of another run, data.train. `driven`: a program of yours says what is done (docs/loop.md)."""
-    seed: int = 1
+    seed: int = key(1, at_least=0, below=2**32)
     """Seed of orders and of what is sampled."""
     updates: int = key(MISSING, at_least=1)
     """PPO updates, or optimizer steps of supervised training."""
@@ -911,4 +911,5 @@ def describe(f: Field) -> str:
     kinds = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}
     kind = kinds.get(str(f.type), "a section of options")
     limits = f.metadata.get("limits", {})
-    return ", ".join([kind, *([" and ".join(f"{name} {limit:g}" for name, limit in limits.items())] if limits else [])])
+    bounds = " and ".join(f"{name} {limit:.10g}" for name, limit in limits.items())
+    return f"{kind}, {bounds}" if bounds else kind

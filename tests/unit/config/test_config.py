@@ -277,6 +277,8 @@ def test_every_default_is_allowed_and_every_key_is_explained_or_plain():
         (MINIMAL, ["rollout.max_staleness=-1"], ["rollout.max_staleness", "-1"]),
         (MINIMAL, ["trainer.tp=0"], ["trainer.tp", "a whole number, at least 1", "is 0"]),
         (MINIMAL, ["name=../x"], ["name"]),
+        (MINIMAL, ["seed=-1"], ["seed", "at least 0", "is -1"]),
+        (MINIMAL, ["seed=4294967296"], ["seed", "below 4294967296"]),
         (MINIMAL, ["nonsense"], ["nonsense", "key=value"]),
         (MINIMAL, ["data.eval=${HOME}"], ["data.eval", "'HOME' not found", r"is written \${"]),
         (MINIMAL, ["data.eval=${"], ["data.eval", r"is written \${"]),
