@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import errno
+import fcntl
 import itertools
 import json
 import os
@@ -130,12 +132,12 @@ def set_aside(path: Path, reason: str) -> Path:
 def whole_folder(path: Path, *, sync: bool = False) -> Iterator[Path]:
     """Yields a folder to fill, which takes the place of `path` at the end, or is removed if an error is raised.
 
-    sync: everything is on the disk before the folder appears. Raises OSError, also if there is no folder to make it in.
+    sync: everything is on the disk before the folder appears. Raises OSError, also if there is no folder to make it in,
+    or if another process fills one for `path`.
     """
     partial = path.with_name(f".{path.name}.partial")
+    lock = _made_anew(partial)
     try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
         yield partial
         if sync:
             sync_folder(partial)
@@ -147,6 +149,30 @@ def whole_folder(path: Path, *, sync: bool = False) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+    finally:
+        os.close(lock)
+
+
+def _made_anew(folder: Path) -> int:
+    """Makes a folder in place of one that was left behind. Returns a descriptor that, where the file system has locks,
+    keeps others from doing so too: they would share it, and the first to end would publish what the others lack."""
+    with contextlib.suppress(FileNotFoundError):
+        os.close(_locked(folder))
+        shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    return _locked(folder)
+
+
+def _locked(folder: Path) -> int:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise OSError(errno.EBUSY, "another process is writing it", str(folder)) from None
+    except OSError:  # there are no locks
+        pass
+    return descriptor
 
 
 def drop_torn_line(path: Path) -> None:

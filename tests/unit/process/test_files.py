@@ -37,6 +37,21 @@ def test_a_folder_takes_the_place_of_an_older_one_or_leaves_it(tmp_path, sync):
     assert [entry.name for entry in path.parent.iterdir()] == ["folder"]
 
 
+def test_a_folder_is_filled_by_one_process_at_a_time(tmp_path):
+    path, left_behind = tmp_path / "folder", tmp_path / ".folder.partial"
+    left_behind.mkdir()
+    (left_behind / "of one that was killed").touch()
+    with whole_folder(path) as folder:
+        (folder / "file").write_text("first")
+        with pytest.raises(OSError, match="another process is writing it"), whole_folder(path) as other:
+            (other / "file").write_text("second")
+    assert [file.name for file in path.iterdir()] == ["file"]
+    assert (path / "file").read_text() == "first"
+    with whole_folder(path) as folder:
+        (folder / "file").write_text("second")
+    assert (path / "file").read_text() == "second"
+
+
 def test_a_folder_that_is_to_hold_another_is_not_made(tmp_path):
     with pytest.raises(FileNotFoundError), whole_folder(tmp_path / "away" / "folder"):
         pass
