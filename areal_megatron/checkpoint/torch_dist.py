@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import chain, combinations
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -233,13 +234,24 @@ class DistCheckpoint:
     def _index(self, name: str, named: int) -> dict[Shape, list[Chunk]]:
         """Returns layer and expert → the chunks that hold parts of them."""
         stored, found = self._stored[name], defaultdict(list)
-        for chunk in stored.chunks:
-            for single in chunk.box.singles(named):
-                found[single.start[:named]].append(chunk)
+        inside = all(_is_within(chunk.box, stored.shape) for chunk in stored.chunks)
         size, expected = sum(chunk.box.size for chunk in stored.chunks), prod(stored.shape)
-        if size != expected:
+        if inside and size != expected:
             raise CheckpointError(
                 f"{self.folder}: {name} has {size} of its {expected} elements; it was not saved whole, "
                 "take another checkpoint"
             )
+        for chunk in stored.chunks if inside else ():
+            for single in chunk.box.singles(named):
+                found[single.start[:named]].append(chunk)
+        pairs = chain(*(combinations(chunks, 2) for chunks in found.values()))
+        if not inside or any(one.box.intersection(other.box) for one, other in pairs):
+            raise CheckpointError(
+                f"{self.folder}: {name} has parts that lie over one another or beyond it; take another checkpoint"
+            )
         return dict(found)
+
+
+def _is_within(box: Box, shape: Shape) -> bool:
+    bounds = zip(box.start, box.stop, shape, strict=False)
+    return len(box.start) == len(shape) and all(0 <= start <= stop <= size for start, stop, size in bounds)

@@ -178,6 +178,24 @@ def test_missing_tensors_and_parts_are_named(checkpoint, tmp_path, capsys):
     assert f"has no tensor {FC2}" in refused(capsys, tmp_path, "to-hf", checkpoint, tmp_path / "out")
 
 
+def cover_twice(metadata):
+    """Leaves the last layer to nobody."""
+    *_, before, last = metadata.state_dict_metadata[FC2].chunks
+    last.offsets = before.offsets
+
+
+def reach_beyond(metadata):
+    chunk = metadata.state_dict_metadata[FC2].chunks[0]
+    chunk.sizes = torch.Size((10**12, *chunk.sizes[1:]))
+
+
+@pytest.mark.parametrize("harm", [cover_twice, reach_beyond])
+@pytest.mark.timeout(60)
+def test_parts_that_lie_over_one_another_or_beyond_their_tensor_are_refused(checkpoint, tmp_path, capsys, harm):
+    edit_metadata(checkpoint, harm)
+    assert f"{FC2} has parts that lie over" in refused(capsys, tmp_path, "to-hf", checkpoint, tmp_path / "out")
+
+
 @pytest.mark.parametrize("size", ["0", "nan", "inf", "1e300"])
 def test_what_no_file_can_be_large_is_refused(tmp_path, capsys, size):
     with pytest.raises(SystemExit, match=r"^2$"):
