@@ -256,6 +256,8 @@ SPECULATIVE = "speculative_config"
 SIZES = ("block_size", "kv_cache_memory_bytes", "max_num_batched_tokens", "num_gpu_blocks_override")
 """Options of vLLM that the plan of memory counts with, beside shares and dtypes."""
 
+_STATES = ("auto", "bfloat16", "float16", "float32")
+"""The dtypes that states of linear attention may have in engines."""
 _NAME = re.compile("[A-Za-z][A-Za-z0-9_]*")
 
 Require = Callable[[bool, str, str], None]
@@ -305,6 +307,9 @@ def check_sizes(section: str, vllm: Mapping[str, Any], require: Require) -> None
         f"{section}.kv_cache_dtype_skip_layers",
         f"must be a list such as ['0', '1'], is {skipped!r}",
     )
+    for name in ("mamba_cache_dtype", "mamba_ssm_cache_dtype"):
+        value = vllm.get(name)
+        require(value is None or value in _STATES, f"{section}.{name}", f"is none of {', '.join(_STATES)}: {value!r}")
     share = vllm.get("gpu_memory_utilization")
     number = isinstance(share, int | float) and not isinstance(share, bool) and 0 < share <= 1
     require(
@@ -328,6 +333,9 @@ def check_speculation(vllm: Mapping[str, Any], starts_empty: bool, require: Requ
         "rejection_sample_method=synthetic accepts tokens that the policy did not sample; leave it out",
     )
     model, ranks = speculation.get("model"), speculation.get("draft_tensor_parallel_size", 1)
+    tokens = speculation.get("num_speculative_tokens")
+    whole = tokens is None or (type(tokens) is int and tokens > 0)
+    require(whole, key, f"num_speculative_tokens must be a whole number above 0, is {tokens!r}")
     require(model is None or isinstance(model, str), key, f"model must be a folder, is {model!r}")
     require(
         isinstance(ranks, int) and ranks > 0, key, f"draft_tensor_parallel_size must be a whole number, is {ranks!r}"
