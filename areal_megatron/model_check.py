@@ -323,6 +323,16 @@ def _check_latents(config: Config, hf: dict[str, Any], d: Dimensions) -> None:
         )
     if len({bool(rope.get(key) and _number(rope, key, 0)) for key in ("mscale", "mscale_all_dim")}) > 1:
         raise ConfigError(f"model.path: {described} has one of mscale and mscale_all_dim, which engines take otherwise")
+    differ = {
+        "attention_factor": rope.get("attention_factor") is not None,
+        "truncate": rope.get("truncate", True) is not True,
+        "mscale": rope.get("mscale") == 0,
+    }
+    if rope_type == "yarn" and (key := next((key for key, is_so in differ.items() if is_so), "")):
+        raise ConfigError(
+            f"model.path: {described} has rotary embeddings with {key}={shown(rope[key])}, with which engines with "
+            "latents compute something else than transformers; leave it out"
+        )
     if hf.get("qk_head_dim") not in (None, d.head_dim):
         raise ConfigError(
             f"model.path: {described} has qk_head_dim={shown(hf['qk_head_dim'])}, which is not qk_nope_head_dim and "

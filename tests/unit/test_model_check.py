@@ -198,6 +198,7 @@ def test_a_model_that_fits_passes(tmp_path, hf, trainer):
         (LATENTS | {"kv_lora_rank": 256}, {}, r"kv_lora_rank=256 and qk_rope_head_dim=64; .* kernels for 512 and 64"),
         (LATENTS | {"rope_scaling": YARN | {"type": "linear"}}, {}, r"type 'linear'; with latents .* default and yarn"),
         (LATENTS | {"rope_scaling": YARN | {"mscale": 0.7}}, {}, r"one of mscale and mscale_all_dim"),
+        (LATENTS | {"rope_scaling": YARN | {"attention_factor": 1.0}}, {}, r"attention_factor=1\.0, with which"),
         (LATENTS | {"rope_scaling": YARN | {"mscale": "x"}}, {}, r"needs a positive number mscale, has 'x'"),
         (
             FLASH | {"partial_rotary_factor": 0.5},
