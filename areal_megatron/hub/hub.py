@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -47,6 +48,8 @@ _SPLITS = {
 """How files of a split are called, as the hub's own viewer and the datasets library understand them."""
 _HELD = {"hf": "its model", "adapter": "its adapter"}
 """The folders of a run with what can be loaded."""
+_CARD_CHARACTERS = 1 << 20
+"""The part of a data set's README.md that is read."""
 _PROGRESS_S = 10.0
 _SLACK_BYTES = 1 << 20
 """What a file may be longer than the hub's list says."""
@@ -369,12 +372,31 @@ def _card(folder: Path) -> dict[str, Any]:
     file = folder / "README.md"
     if not file.is_file():
         return {}
-    found = re.match(r"---\s*\n(.*?)\n---", file.read_text(encoding="utf-8", errors="replace"), re.DOTALL)
+    with file.open(encoding="utf-8", errors="replace") as opened:
+        first, *lines = opened.read(_CARD_CHARACTERS).split("\n")
+    end = next((number for number, line in enumerate(lines) if line.startswith("---")), 0)
     try:
-        card = yaml.safe_load(found[1]) if found else {}
+        tree = yaml.compose("\n".join(lines[:end]), yaml.SafeLoader) if first.rstrip() == "---" else None
+        card = yaml.constructor.SafeConstructor().construct_document(tree) if tree and _is_short(tree) else {}
     except (yaml.YAMLError, ValueError, RecursionError):
         return {}
     return card if isinstance(card, dict) else {}
+
+
+def _is_short(tree: yaml.Node) -> bool:
+    """Whether a YAML text stands for no more than one without aliases could: a few aliases of aliases may be more than
+    any memory holds."""
+    left, length = [tree], 0
+    while left:
+        node = left.pop()
+        length += 1
+        if isinstance(node, yaml.ScalarNode):
+            length += len(node.value)
+        else:
+            left += chain(*node.value) if isinstance(node, yaml.MappingNode) else node.value
+        if length + len(left) > 2 * _CARD_CHARACTERS:
+            return False
+    return True
 
 
 def _literal(file: str) -> str:

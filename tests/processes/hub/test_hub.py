@@ -260,6 +260,32 @@ def test_the_files_of_a_split(files, card, asked, found):
     assert split_files(files, card, HubData.parse(asked)) == found
 
 
+ALIASES = "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 10))
+CARDS = {
+    "---\nconfigs: &a [{data_files: x}]\nothers: *a\n---\n# Text": {
+        "configs": [{"data_files": "x"}],
+        "others": [{"data_files": "x"}],
+    },
+    "---  \r\na: 1\r\n---\r\n": {"a": 1},
+    "---\n\na: 1\n--- b\n---\n": {"a": 1},
+    "---\n---\n": {},
+    "---\na: 1": {},
+    "# Text\n---\na: 1\n---\n": {},
+    "---\n- a\n---\n": {},
+    "---" + "\n" * 300_000: {},
+    f"---\na0: &a0 {'x' * 100}\n{ALIASES}configs: [{{config_name: *a9, data_files: x}}]\n---\n": {},
+    "---\na: &a [*a]\n---\n": {},
+}
+"""README.md of a data set → what it begins with."""
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("text", CARDS, ids=lambda text: text[:20])
+def test_what_a_card_says_is_read_in_time_and_within_memory(tmp_path, text):
+    (tmp_path / "README.md").write_bytes(text.encode())
+    assert hub._card(tmp_path) == CARDS[text]
+
+
 def test_patterns_mean_what_they_do_as_regular_expressions():
     """All short patterns and names, of few letters."""
     expressions = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
