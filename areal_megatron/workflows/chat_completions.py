@@ -64,6 +64,8 @@ def normalized(message: dict[str, Any]) -> Message:
     role = message.get("role")
     if not isinstance(role, str):
         raise BadCall(f"a message without a role: {str(message)[:200]}")
+    if role == "function" or message.get("function_call"):  # which templates leave out without a word
+        raise BadCall("functions: not served here, give tools, tool_calls, and results in messages of the role tool")
     role = "system" if role == "developer" else role
     kept: Message = {"role": role, "content": text_of(message.get("content"), ("text",))}
     for key in ("name", "tool_call_id"):

@@ -222,6 +222,16 @@ MALFORMED = [
     ({"messages": [user("x")], "max_tokens": 0}, "the most tokens of an answer must be above 0"),
     ({"messages": [user("x")], "max_completion_tokens": 0}, "the most tokens of an answer must be above 0"),
     ({"messages": [user("x")], "functions": [{"name": "x"}]}, "functions: not served here"),
+    ({"messages": [user("x"), {"role": "function", "name": "x", "content": "5"}]}, "functions: not served here"),
+    (
+        {
+            "messages": [
+                {"role": "assistant", "content": None, "function_call": {"name": "x", "arguments": "{}"}},
+                user("x"),
+            ]
+        },
+        "functions: not served here",
+    ),
     ({"messages": [user("x")], "tools": [{"type": "function", "function": None}]}, "tools must be functions"),
     ({"messages": [user("x")], "tools": [{"type": "custom", "name": "x"}]}, "tools must be functions"),
     (
