@@ -105,9 +105,10 @@ def _value(answer: str) -> Any:
     """Returns what answers are compared by: a number by its value."""
     bare = " ".join(answer.split()).casefold()
     try:
-        return Decimal(bare.replace(",", ""))
+        number = Decimal(bare.replace(",", ""))
     except InvalidOperation:
         return bare
+    return number if number.is_finite() else bare  # sNaN cannot be compared
 
 
 def _repeated(key: str, again: Sequence[tuple[str, str]], rows: int, what: str) -> Iterable[str]:

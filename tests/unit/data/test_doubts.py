@@ -93,6 +93,12 @@ def test_characters_that_the_tokenizer_does_not_know_are_named(said):
     assert said(responses, mode="sft", knows=False) == [f"warning: data.train: 1 of 2 rows has {what}: d:2"]
 
 
+def test_an_answer_that_is_no_number_by_its_name_is_compared_as_a_text(said):
+    rows = [{"prompt": "6*7=", "answer": answer} for answer in ("sNaN", "42", "snan")]
+    [line, *_] = said(rows)
+    assert "has the prompt and answer of an earlier row: d:3, which is d:1 again" in line
+
+
 def test_rows_shows_them_too(said, tmp_path, capsys):
     said([SIX, SIX])
     keys = ["name=x", f"model.path={tmp_path / 'model'}", f"data.train={tmp_path / 'd.jsonl'}", "data.eval="]
