@@ -23,7 +23,6 @@ CONFIG = "configs/tiny_sft.yaml"
         ("optimizer.lr", [1], r"optimizer\.lr: Value '\[1\]' of type 'list'"),
         ("optimizer.lr", -1.0, r"optimizer\.lr: must be a number, at least 0, is -1\.0$"),
         ("environments", [3], r"environments\.0: Invalid type assigned"),
-        ("name", "${oops}", "name: Interpolation key 'oops' not found$"),
     ],
 )
 def test_what_is_wrong_with_a_config_begins_with_its_key(tmp_path, key, value, problem):
@@ -33,6 +32,12 @@ def test_what_is_wrong_with_a_config_begins_with_its_key(tmp_path, key, value, p
     with pytest.raises(areal.ConfigError, match=f"^{problem}") as error:
         areal.Run(config)
     assert "\n" not in str(error.value)
+
+
+def test_a_text_that_a_program_sets_stands_for_nothing_else(tmp_path):
+    config = areal.load(CONFIG, name="own", runs_dir=tmp_path)
+    config.reward.function = "judge:${oops}"
+    assert areal.Run(config).config.reward.function == "judge:${oops}"
 
 
 @pytest.mark.parametrize("make", [areal.load, areal.Run])
