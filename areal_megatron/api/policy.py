@@ -165,10 +165,10 @@ class Policy:
     ) -> list[list[Response]]:
         """Returns n answers to each prompt, all sampled at once. An engine that gets new weights goes on with them.
 
-        `max_tokens` and `temperature`: by default rollout.max_new_tokens and rollout.temperature, at which losses take
-        the tokens to be sampled. `stop_tokens`: by default the model's own. `seed`: the same one gives the same
-        answers under the same weights; None: others in every call. `adapter`: a folder of `save_adapter`; it answers in
-        place of what was published last.
+        `max_tokens` and `temperature`: by default rollout.max_new_tokens and rollout.temperature; losses assume that
+        tokens were sampled at the latter. `stop_tokens`: by default the model's own. `seed`: the same one gives the
+        same answers under the same weights; None: others in every call. `adapter`: a folder of `save_adapter`; it
+        answers in place of what was published last.
         """
         rollout, longest = self.config.rollout, self.config.longest_sequence
         max_tokens = rollout.max_new_tokens if max_tokens is None else max_tokens

@@ -30,7 +30,7 @@ class Trajectory(msgspec.Struct, kw_only=True):
     of_samples: int = 1
     """How many samples its episode has."""
     turns: int = 1
-    """How many answers of the model it has that are in no sample before it."""
+    """How many of its answers are in no earlier sample."""
     epoch: int
     prompt_id: int
     """Row of the data set, from 0; (epoch, prompt_id) identifies the group."""

@@ -40,9 +40,9 @@ _TAIL = 2 * LONGEST
 def score(prompt: str, response: str, answer: str) -> float:
     """Returns 1.0 if the final answer of the response equals `answer`, else 0.0.
 
-    If `answer` is a plain number so must the response's be; other formulas are read whole and compared by value. An
-    `answer` that is a JSON list of texts holds several right ones. Raises AnswerRefused for an answer that is not
-    worked out, such as an expression that `prompt` holds.
+    If `answer` is a plain number, the response's must be one, too; other formulas are read whole and compared by
+    value. An `answer` that is a JSON list of texts holds several right ones. Raises AnswerRefused for an answer that is
+    not worked out, such as an expression that `prompt` holds.
     """
     found = final_answer(response)
     if found is None:

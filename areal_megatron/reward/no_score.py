@@ -8,7 +8,7 @@ class AnswerRefused(Exception):
 
 class ServiceAway(Exception):
     """What a reward function raises while the service that it asks is away: the same answer is asked about again, until
-    there is a score or reward.away_s is over. The text says which service, and how it fails."""
+    there is a score, or reward.away_s is over and the run ends. The text says which service, and how it fails."""
 
 
 class NeverScored(Exception):

@@ -28,8 +28,8 @@ _REPLY_BYTES = 64 << 20
 
 
 class ServedModelError(Exception):
-    """A served model has no answer, such as to a conversation that is longer than it takes. It is there; while it is
-    away, it is waited for."""
+    """A served model has failed to answer, for example a conversation longer than it takes. A model that is away is
+    waited for instead."""
 
 
 @dataclass(frozen=True)

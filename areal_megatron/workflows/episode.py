@@ -146,7 +146,7 @@ class Episode:
         self.turns = resources.turns
         """The number of answers that may be sampled."""
         self.discount = 1.0
-        """The factor on the score that gives the reward. Whether the answer counts as right does not depend on it."""
+        """What the score is multiplied by for the reward; whether the answer counts as right does not depend on it."""
         self.context = Transcript(self.prompt.tokens, spec.version)
         """The transcript of the answer that was sampled last, and of what has been said since."""
         self.failure: EngineError | Interrupted | ConfigError | RunError | None = None

@@ -21,9 +21,12 @@ _OVER = ("turns_exceeded", "context_length_exceeded")
 
 @dataclass(frozen=True)
 class ServedEpisode:
+    """An episode to be run: where its model is, and the row that it is about."""
+
     url: str
     """The model's address, for OpenAI's clients."""
     key: str
+    """Their API key, which is refused once the episode has ended."""
     turns: int
     """The number of answers that the model may give."""
     row: dict[str, Any]
