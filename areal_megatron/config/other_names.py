@@ -104,8 +104,8 @@ _NONE_HERE = {
         inference_backend rollout.backend use_sglang rollout.mode""",
     "training samples from the whole distribution; eval.top_p and eval.top_k are for evaluations": """top_p top_k
         rollout_top_p rollout_top_k min_p""",
-    "the nodes are those of the job: areal submit --nodes N --gpus M": """nodes nnodes num_nodes actor_num_nodes
-        cluster.num_nodes n_nodes""",
+    "areal submit and areal plan take --nodes N --gpus M, areal train takes this machine": """nodes nnodes num_nodes
+        actor_num_nodes cluster.num_nodes n_nodes""",
     "columns have fixed names (docs/data.md): rename them, or use a published format": """prompt_key input_key label_key
         answer_key response_key reward_fn_key chat_template_key apply_chat_template""",
     "there is no Ray: processes are started by areal train, areal submit or MPI": "ray ray_init ray_kwargs",

@@ -194,7 +194,8 @@ def read_whole_config(path: str | Path) -> dict[str, Any]:
     try:
         return read_object(file)
     except OSError as e:
-        raise ConfigError(f"model.path: cannot read {file}: {e.strerror}") from None
+        hint = "; give a model's folder" if isinstance(e, FileNotFoundError) else ""
+        raise ConfigError(f"model.path: cannot read {file}: {e.strerror}{hint}") from None
     except ValueError as e:
         raise ConfigError(f"model.path: {file} {e}") from None
 

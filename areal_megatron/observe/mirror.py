@@ -161,7 +161,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = _options(arguments)
     run = RunFolder(options.run, lease=options.lease)
     try:
-        config = config_file.load(run.config)
+        config = config_file.load_run(run.folder)
         online = config.track.online or options.online
         check_trackers(replace(config.track, to=options.tracker, online=online))
         os.nice(5)

@@ -211,7 +211,7 @@ KEYS = {
     "data.train_batch_size=9": "'batch_size', which is a whole number, at least 1 (it counts answers: "
     "prompts × rollout.group_size)?",
     "rollout_num_gpus=2": "a whole number, at least 1 (an engine has rollout.tp GPUs)?",
-    "num_nodes=2": "the nodes are those of the job: areal submit --nodes N --gpus M",
+    "num_nodes=2": "areal submit and areal plan take --nodes N --gpus M, areal train takes this machine",
     "actor_rollout_ref.actor.use_kl_loss=true": "did you mean 'ppo.penalty.kl'",
     "actor_rollout_ref.rollout.val_kwargs.n=4": "did you mean 'eval.n'",
     "lora.rank=8 rollout.first_weights=trainers": "rollout.first_weights: engines that are sent adapters read",
@@ -317,14 +317,16 @@ COMMANDS = {
     "report nowhere": "), give one such as runs/tiny",
     "report": "error: areal report: run missing: usage: areal report",
     "audit nowhere": "nowhere is no run folder",
+    "mirror there mlflow": "there is no run folder",
+    "evaluate there d.jsonl --max-new-tokens 8": "there/config.json: No such file or directory; give a model's folder",
     "trajectories nowhere": "nowhere",
     "submit ppo.yaml name=x model.path=model data.train=d.jsonl --nodes 1 --gpus 4 --time 5": "--time 5: give at least",
     "plan ppo.yaml name=x model.path=model data.train=d.jsonl rollout.workflow=tooluse rollout.turns=2 --nodes 1 "
     "--gpus 4": "did you mean 'tool_use'?",
     "plan ppo.yaml name=x model.path=model data.train=d.jsonl reward.function=mth --nodes 1 --gpus 4": "mean 'math'?",
     "plan ppo.yaml name=x model.path=models/X data.train=d.jsonl --nodes 1 --gpus 4": "models/X",
-    "simulate ppo.yaml model.path=model --gpu h100 --median 40 --nodes 2": "there is no option --nodes: the nodes are "
-    "those of the job",
+    "simulate ppo.yaml model.path=model --gpu h100 --median 40 --nodes 2": "there is no option --nodes: areal submit "
+    "and areal plan take",
     "trajectories x --reward high": "--reward: expected a number, or LOW..HIGH, LOW.. or ..HIGH, is 'high'",
     "evaluate model d.jsonl --k one": "--k: expected whole numbers such as 1,8, is 'one'",
     "evaluate model d.jsonl --n many": "--n: expected a whole number, is 'many'",
