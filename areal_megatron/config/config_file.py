@@ -38,7 +38,7 @@ from areal_megatron.process.files import names_like, write_atomically
 _EVERY = Config(environments=[EnvironmentConfig()])
 _FIELDS = {key: f for key, f, value in config_fields(_EVERY) if not isinstance(value, list) and not is_dataclass(value)}
 """The key of an environment is here once, as `environments.0.KEY`."""
-_KEYS = "areal_megatron/config/fields.py"
+_KEYS = "docs/keys.md"
 """Where all keys are told."""
 _EXAMPLE = "configs/tiny_cpu.yaml"
 _DATA = (".jsonl", ".parquet", ".arrow", ".csv")

@@ -19,7 +19,7 @@ from areal_megatron.data.drawing import stated
 from areal_megatron.hub import hub
 from areal_megatron.process.errors import first_line
 from areal_megatron.process.files import names_like
-from areal_megatron.run.json_input import parse_json
+from areal_megatron.run.json_input import named, parse_json
 
 _SHARD = re.compile(r"-\d+-of-\d+$")
 _COLUMNS = (".parquet", ".arrow")
@@ -166,7 +166,7 @@ def records(text: str | Path) -> Iterator[Record]:
             for place, row in _rows(file):
                 where = f"{file}:{place + 1}"
                 if not isinstance(row, dict):
-                    raise ConfigError(f'{where}: expected an object like {{"prompt": …}}, found {type(row).__name__}')
+                    raise ConfigError(f'{where}: expected an object like {{"prompt": …}}, found {named(type(row))}')
                 yield Record(count, number, where, row, has_columns=file.suffix in _COLUMNS)
                 count += 1
         if count == before:

@@ -25,7 +25,21 @@ MOST_LEVELS = 100
 """Most lists and objects within each other: what can be read can then also be compared, copied and written."""
 MOST_BYTES = 64 * 2**20
 """Bytes of the largest file that is read: indices of models of a thousand shards have a few of these."""
+_NAMES = {
+    str: "a text",
+    int: "a number",
+    float: "a number",
+    bool: "a boolean",
+    dict: "an object",
+    list: "a list",
+    type(None): "null",
+}
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+def named(*kinds: type) -> str:
+    """Returns how messages call values of these types: `a text or a list`."""
+    return " or ".join(dict.fromkeys(_NAMES.get(kind, kind.__name__) for kind in kinds))
 
 
 def read_object(file: Path) -> dict[str, Any]:

@@ -213,7 +213,7 @@ def test_published_ways_to_write_a_call(inputs, outputs):
 @pytest.mark.parametrize(
     ("answer", "problem"),
     [
-        ("42", "expected an object, is int"),
+        ("42", "expected an object, is a number"),
         ("print", "not JSON"),
         ("{}", "lists of one length, not empty"),
         ('{"inputs": [], "outputs": []}', "lists of one length, not empty"),

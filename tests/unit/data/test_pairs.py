@@ -63,7 +63,7 @@ def test_every_published_shape_is_read(shape):
         ({"prompt": "1+1", "chosen": "2"}, "x:1: field 'rejected' is missing"),
         ({"chosen": "2", "rejected": "3"}, "x:1: field 'prompt' is missing"),
         ({"prompt": "1+1", "chosen": "", "rejected": "3"}, "x:1: field 'chosen' is empty"),
-        ({"prompt": "1+1", "chosen": 2, "rejected": "3"}, "x:1: field 'chosen' is int"),
+        ({"prompt": "1+1", "chosen": 2, "rejected": "3"}, "x:1: field 'chosen' is a number"),
         ({"prompt": "1+1", "chosen": [{"role": "assistant"}], "rejected": "3"}, "x:1: message 1 of 'chosen' needs"),
         ({"prompt": "1+1", "chosen": [USER], "rejected": "3"}, "x:1: the last message of 'chosen' is of role 'user'"),
         ({"chosen": [USER, RIGHT], "rejected": [SYSTEM, USER, WRONG]}, "x:1: 'chosen' and 'rejected' differ before"),
