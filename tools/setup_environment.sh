@@ -76,6 +76,7 @@ cpu_torch() {
 }
 
 [ "$device" = gpu ] || cpu_torch
+echo "installing and compiling the other packages, which takes minutes ..."
 grep -v '^torch==.*+cpu' "$lock" >.venv/requirements.lock
 install_locked 2>.venv/pip.log || {
     tail -n 5 .venv/pip.log >&2
@@ -87,3 +88,4 @@ pip install --quiet --no-deps --no-build-isolation -e . 2>>.venv/pip.log || {
 }
 # pip compiles on one core. Files that are no Python of this version (templates, tests) are left as they are.
 .venv/bin/python -m compileall -q -q -j 0 .venv/lib || true
+echo "done: make demo, or . .venv/bin/activate for areal --help"

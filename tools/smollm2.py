@@ -46,6 +46,8 @@ def main() -> int:
         convert(packages / FILE, made)
         made.rename(out)
     print(f"{out}: SmolLM2-135M-Instruct in float32")
+    data = "data.train=TRAIN.jsonl data.eval=EVAL.jsonl"
+    print(f"next: areal train configs/smollm2_cpu.yaml model.path={out} {data}")
     return 0
 
 

@@ -570,8 +570,9 @@ def _not_cached(repo: HubRepo, key: str, reason: str) -> str:
     from huggingface_hub.constants import HF_HUB_CACHE
 
     option = " --repo-type dataset" if repo.kind == "dataset" else ""
-    near = f", but {names_like(Path(repo.name))[0]}" if names_like(Path(repo.name)) else ""
-    mistyped = f"no folder {repo.name} is here{near}; " if repo.kind == "model" else ""
+    like = names_like(Path(repo.name))
+    near = f", did you mean {like[0]}?" if like else ""
+    mistyped = f"no folder {repo.name} is here{near or ';'} " if repo.kind == "model" else ""
     return (
         f"{key}: {mistyped}the {repo.kind} {repo} is not whole in the cache {HF_HUB_CACHE}, {reason}: fetch it where "
         f"there is a network ('hf download {repo.name}{option}'), into a cache that all nodes see (HF_HOME), or name a "

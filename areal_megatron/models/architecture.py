@@ -194,7 +194,9 @@ def read_whole_config(path: str | Path) -> dict[str, Any]:
     try:
         return read_object(file)
     except OSError as e:
-        hint = "; give a model's folder" if isinstance(e, FileNotFoundError) else ""
+        inside = next(Path(path).glob("*/config.json"), None)
+        such = f", such as {inside.parent}" if inside else ""
+        hint = f"; give a model's folder{such}" if isinstance(e, FileNotFoundError) else ""
         raise ConfigError(f"model.path: cannot read {file}: {e.strerror}{hint}") from None
     except ValueError as e:
         raise ConfigError(f"model.path: {file} {e}") from None

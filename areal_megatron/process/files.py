@@ -183,9 +183,13 @@ def drop_torn_line(path: Path) -> None:
 
 
 def names_like(path: Path) -> list[Path]:
-    """Returns what has nearly the name of a path that is not there, the nearest first."""
+    """Returns what has nearly the name of a path that is not there, the nearest first. If its folder is not there
+    either, that may have nearly its name, too."""
     try:
         there = os.listdir(path.parent)
+    except FileNotFoundError:
+        inside = [folder / path.name for folder in names_like(path.parent)]
+        return [like for moved in inside for like in ([moved] if moved.exists() else names_like(moved))]
     except OSError:
         return []
     near = difflib.get_close_matches(path.name, [name for name in there if name != path.name], 3, 0.7)

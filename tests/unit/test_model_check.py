@@ -422,7 +422,11 @@ def test_missing_folder_file_and_weights(tmp_path):
     with pytest.raises(ConfigError, match=r"model.path: .*config.json is not JSON"):
         check_model(subject)
     (tmp_path / "config.json").unlink()
-    with pytest.raises(ConfigError, match=r"model.path: cannot read .*config.json"):
+    with pytest.raises(ConfigError, match=r"model.path: cannot read .*config.json: .*; give a model's folder$"):
+        check_model(subject)
+    (tmp_path / "inside").mkdir()
+    (tmp_path / "inside" / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=rf"; give a model's folder, such as {tmp_path}/inside$"):
         check_model(subject)
     subject.model.path = str(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match=r"model.path: there is no folder .*nowhere"):

@@ -147,7 +147,9 @@ def test_a_download_that_broke_off_is_not_taken_for_whole(server, model, monkeyp
     (tmp_path / "Tiny" / "Model-1.5").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     text = refused(model_folder, "Tiny/Model-1.5B", "model.path")
-    assert "no folder Tiny/Model-1.5B is here, but Tiny/Model-1.5; the model" in text
+    assert "no folder Tiny/Model-1.5B is here, did you mean Tiny/Model-1.5? the model" in text
+    (tmp_path / "Tiny").rename(tmp_path / "Tinys")
+    assert "did you mean Tinys/Model-1.5?" in refused(model_folder, "Tiny/Model-1.5B", "model.path")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     assert (Path(model_folder("Tiny/Model-1.5B", "model.path")) / "model.safetensors").exists()
 

@@ -77,12 +77,17 @@ LAST = [
     "python -m compileall -q -q -j 0 .venv/lib",
 ]
 """All packages of the lock, and this one."""
+ENDS = [
+    "installing and compiling the other packages, which takes minutes ...",
+    "done: make demo, or . .venv/bin/activate for areal --help",
+]
 
 
 def test_pip_that_finds_the_cpu_build_is_asked_once(checkout):
     done, calls = make(checkout)
     assert done.returncode == 0 and done.stderr == ""
-    [chosen, torch] = done.stdout.splitlines()
+    [chosen, torch, *ends] = done.stdout.splitlines()
+    assert ends == ENDS
     assert "packages of requirements-cpu.lock (1 GB to download, 4 GB on disk): nvidia-smi lists no GPU" in chosen
     assert torch == f"{TORCH}+cpu: from where pip is told to look"
     asked = f"install --quiet --no-compile --no-deps {TORCH}+cpu"
@@ -95,7 +100,7 @@ def test_pip_that_finds_the_cpu_build_is_asked_once(checkout):
 def test_uv_finds_the_cpu_build_where_pip_has_none(checkout):
     done, calls = make(checkout, fails=rf"--no-compile --no-deps {TORCH}")
     assert done.returncode == 0 and done.stderr == ""
-    assert done.stdout.splitlines()[1:] == [f"{TORCH}+cpu: 0.2 GB from PyTorch's index, which uv knows"]
+    assert done.stdout.splitlines()[1:] == [f"{TORCH}+cpu: 0.2 GB from PyTorch's index, which uv knows", *ENDS]
     assert torch_calls(calls)[1:] == [
         "install --quiet --no-deps -r requirements-uv.lock",
         f"uv pip install --quiet --python .venv/bin/python --no-deps --torch-backend cpu {TORCH}+cpu",
@@ -108,7 +113,7 @@ def test_without_a_route_to_the_cpu_build_it_is_the_one_of_pips_index(checkout, 
     """With the libraries that it loads, in the versions and with the hashes of the other lock."""
     done, calls = make(checkout, fails=rf"--no-deps {TORCH}|{missing}")
     assert done.returncode == 0 and done.stderr == ""
-    [said] = done.stdout.splitlines()[1:]
+    [said, *_] = done.stdout.splitlines()[1:]
     assert said.startswith(f"{TORCH}: 3 GB with CUDA's libraries, from where pip is told to look")
     assert calls[-4:] == [LAST[0], *LAST]
 
@@ -137,7 +142,8 @@ def test_a_machine_with_a_gpu_gets_the_packages_for_it(checkout):
     put_gpu(checkout)
     done, calls = make(checkout)
     assert done.returncode == 0 and done.stderr == ""
-    [chosen] = done.stdout.splitlines()
+    [chosen, *ends] = done.stdout.splitlines()
+    assert ends == ENDS
     assert "packages of requirements-gpu.lock (4 GB to download): nvidia-smi lists a GPU" in chosen
     assert calls == ["python3.11 -m venv .venv", *LAST]
     installed = (checkout / ".venv" / "requirements.lock").read_text()
