@@ -98,6 +98,9 @@ _ENGINE = engine_name(0)
 Folders = Mapping[Model, Folder]
 """The folder of each model."""
 
+MANY_CUT = 0.2
+"""The share of answers cut at their limit from which on this is spoken of."""
+
 
 class OfflineEvaluation:
     """An evaluation of one model, or of several adapters beside it, by one engine of its own. Raises ConfigError for
@@ -361,6 +364,8 @@ def table(result: dict[str, Any]) -> str:
         rows += [name, *(f"  {row}" for row in _rows(file, n)), ""]
     rows += ["all files"] if rows else []
     rows += _rows(result, n)
+    cut = "many answers are cut, and most rewards look for the result at their end: raise --max-new-tokens"
+    rows += [cut] * (result["truncated_share"] >= MANY_CUT)
     rows += [f"{result['failed']} answers left out, since their rewards failed"] if result["failed"] else []
     return "\n".join(rows)
 

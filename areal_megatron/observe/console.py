@@ -195,7 +195,10 @@ class Console:
             self._warn(record)
             self._advise(record)
         if not self._live and (record["kind"] == "update" or (record["kind"] in STEPS and self._is_twentieth())):
-            self._print(record["time"], _line(record, self._done, self._config.updates))
+            total = self._config.updates
+            left = _seconds_left(self._updates, total - self._done)
+            ending = f"  {duration(left)} left" if left else ""
+            self._print(record["time"], _line(record, self._done, total) + ending)
 
     def _warn(self, record: dict[str, Any]) -> None:
         """Tells what goes wrong in the updates, once in WARNED_EVERY of them."""

@@ -176,6 +176,8 @@ def test_figures_follow_from_the_answers_in_whatever_order():
     assert evaluate.result_of(sorted(answers, key=lambda answer: answer.sample), 4, [1, 2], files) == result
     table = evaluate.table(result)
     assert "pass@2" in table and "3 items × 4 answers" in table and "2 items × 4 answers" in table
+    assert table.count("raise --max-new-tokens") == 1
+    assert "raise" not in evaluate.table(result | {"truncated_share": 0.1})
     assert list(result["files"]) == ["a", "b"]
     for name, items in (("a", [0, 5]), ("b", [3])):
         own = [answer for answer in answers if answer.item in items]

@@ -204,11 +204,14 @@ def test_without_a_terminal_one_line_an_update_and_a_phase(run):
     writer = MetricsWriter(run)
     writer.write("eval", 0, {"accuracy": 0.41, "items": 500})
     writer.write("update", 1, UPDATE)
+    writer.write("update", 2, UPDATE)
     writer.flush()
     console.close()
     console.close()
     writer.close()
     lines = [line.split("  ", 1)[1] for line in out.getvalue().splitlines()]
+    second, left = lines.pop().rsplit("  ", 1)
+    assert second.startswith("update 2/40  reward") and re.fullmatch(r"[\d. mins]+ left", left)
     assert lines == [
         "starting",
         "training",
