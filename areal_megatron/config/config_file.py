@@ -245,7 +245,7 @@ def _make_room(config: DictConfig, key: str, place: str) -> None:
 def _read_override(text: str) -> Entry:
     key, equals, value = text.partition("=")
     if not equals or not key:
-        raise ConfigError(f"override {text!r}: expected key=value, e.g. optimizer.lr=1e-5")
+        raise ConfigError(f"override {text!r}: expected key=value without blanks around =, e.g. optimizer.lr=1e-5")
     try:
         node = yaml.compose(value, yaml.SafeLoader) or yaml.ScalarNode("tag:yaml.org,2002:str", "")
         _value(node)

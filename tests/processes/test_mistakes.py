@@ -269,6 +269,7 @@ COMMANDS = {
     "train ppo.yaml --use-wandb": "are given without dashes: track.to=wandb",
     "train ppo.yaml --dryrun": "there is no option --dryrun, did you mean --dry-run?",
     "train ppo.yaml lr": "override 'lr': expected key=value",
+    "train ppo.yaml updates = 3": "override 'updates': expected key=value without blanks around =",
     "train tab.yaml": "tab.yaml:2: not YAML",
     "train no_colon.yaml": "no_colon.yaml:3: not YAML: could not find expected ':', while scanning a simple key that "
     "begins on line 2",
