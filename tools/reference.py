@@ -103,6 +103,8 @@ def _row(shown: str, name: str, f: Field, meaning: str) -> str:
     span = " and ".join(
         f"{limit} {value:,g}" if abs(value) < 1e6 else f"{limit} {value:.0f}" for limit, value in limits.items()
     )
+    if {*limits} == {"at least", "at most"}:
+        span = span.replace("at least", "from").replace(" and at most", " to")
     kind = ", ".join(f"`{choice}`" for choice in choices) or TYPES.get(f.type, "options by name")
     return f"| `{shown}` | {f'{kind} {span}'.rstrip()} | {_default(name, f)} | {_cell(_linked(meaning))} |"
 

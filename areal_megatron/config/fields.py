@@ -187,7 +187,7 @@ class TrainerConfig:
 class OptimizerConfig:
     """AdamW."""
 
-    lr: float = key(2e-5, at_least=0)
+    lr: float = key(2e-5, at_least=0, at_most=1)
     """Learning rate after the warm-up."""
     schedule: str = key("constant", choices=("constant", "cosine", "linear"))
     """Course of the learning rate after the warm-up; cosine and linear end at 0."""
@@ -298,7 +298,7 @@ class PenaltyConfig:
 class CriticConfig:
     """A value model with an optimizer of its own (docs/algorithms.md)."""
 
-    lr: float = key(0.0, at_least=0)
+    lr: float = key(0.0, at_least=0, at_most=1)
     """The critic's learning rate; 0: no critic."""
     gamma: float = key(1.0, above=0, at_most=1, needs="lr")
     """Discount of rewards, γ."""
