@@ -396,10 +396,16 @@ def _check_sigmoid_router(hf: dict[str, Any], path: str, experts: int, chosen: i
 def _check_length(config: Config, hf: dict[str, Any], path: str) -> None:
     longest = config.longest_sequence
     limit, key = longest_of(hf, longest)
+    prompt = config.data.max_prompt_tokens
+    room = int(limit) - prompt
+    if room < 1:
+        raise ConfigError(
+            f"data.max_prompt_tokens: {prompt} tokens leave no room for an answer: {path} has {key}={limit} for both"
+        )
     if longest > limit:
         raise ConfigError(
-            f"rollout.max_new_tokens: with data.max_prompt_tokens={config.data.max_prompt_tokens} an answer "
-            f"may reach {longest} tokens, {path} has {key}={limit}"
+            f"rollout.max_new_tokens: with data.max_prompt_tokens={prompt} an answer may reach {longest} tokens, "
+            f"{path} has {key}={limit}: lower it to {room} or less"
         )
 
 

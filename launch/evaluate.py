@@ -480,6 +480,7 @@ def _in_options(problem: str) -> str:
         ("reward.function: ", "--reward: "),
         ("rollout.vllm.", "--vllm "),
         ("rollout.max_new_tokens:", _LENGTH),
+        ("data.max_prompt_tokens: ", "DATA: the longest prompt's "),
     ):
         problem = problem.replace(key, option, 1) if problem.startswith(key) else problem
     return problem

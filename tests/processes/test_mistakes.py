@@ -49,6 +49,7 @@ def place(world, tmp_path_factory):
         "messages.jsonl": [{"prompt": [{"role": "user", "content": "1+1="}], "answer": "2"}],
         "chat.jsonl": [{"messages": [{"role": "user", "content": "1+1="}]}],
         "empty_answer.jsonl": [{"prompt": "1+1=", "answer": ""}],
+        "long.jsonl": [{"prompt": "1" * 600, "answer": "1"}],
     }
     for name, rows in files.items():
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -161,7 +162,8 @@ KEYS = {
     "trainer.dp=64 machine.slots=4": "need 65 slots",
     "machine.slots=1": "need",
     "machine.device=cuda": "no GPU for this run on this machine",
-    "rollout.max_new_tokens=100000": "max_position_embeddings=512",
+    "rollout.max_new_tokens=100000 data.max_prompt_tokens=64": "max_position_embeddings=512: lower it to 448 or less",
+    "data.max_prompt_tokens=512": "data.max_prompt_tokens: 512 tokens leave no room for an answer: ",
     "rollout.vllm.enable_lora=true": "rollout.vllm.enable_lora",
     "trainer.megatron.fp8=hybrid": "trainer.megatron.fp8",
     "resume=runs/nope": "runs/nope is no complete checkpoint: there is no such folder; name one such as",
@@ -336,6 +338,7 @@ COMMANDS = {
     "evaluate model d.jsonl --temperature hot": "--temperature: expected a number, is 'hot'",
     "evaluate model d.jsonl --n 2 --k 4": "--k: pass@4 needs --n 4 or more, it is 2",
     "evaluate model d.jsonl --max-new-tokens 9999": "--max-new-tokens: with",
+    "evaluate model long.jsonl": "DATA: the longest prompt's 600 tokens leave no room for an answer: ",
     "evaluate model d.jsonl --adapters diverged": "has values that are not finite; take an earlier adapter",
     "evaluate model object.jsonl": "object.jsonl:1: the reward math cannot use the answer: it is an object",
     "evaluate model d.jsonl --reward mine:text": "returned 'right', expected a finite number",

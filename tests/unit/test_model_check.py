@@ -348,7 +348,8 @@ TEACHERS = [
     ({"num_attention_heads": 4, "num_key_value_heads": 2}, {"tp": 8}, "trainer.tp: 8 does not divide num_attention"),
     ({"model_type": "gpt2"}, {}, "ppo.penalty.kl_model: .*'gpt2'"),
     ({"vocab_size": 99}, {}, r"ppo.penalty.kl_model: .*teacher has 99 tokens, fewer than the 100 of "),
-    ({"max_position_embeddings": 1000}, {}, r"rollout.max_new_tokens: .*teacher has max_position_embeddings=1000"),
+    ({"max_position_embeddings": 1040}, {}, r"rollout.max_new_tokens: .*teacher has .*_embeddings=1040: .* 16 or less"),
+    ({"max_position_embeddings": 1024}, {}, r"data.max_prompt_tokens: 1024 .*teacher has max_position_embeddings=1024"),
 ]
 
 
