@@ -23,6 +23,9 @@ from areal_megatron.run.json_input import named, parse_json
 
 _SHARD = re.compile(r"-\d+-of-\d+$")
 _COLUMNS = (".parquet", ".arrow")
+_LIST_HINT = "; if the file is one JSON list, rename it to .json"
+_HOLDERS = ("data", "rows", "examples", "instances", "train", "test")
+"""Under what others put the rows of a file that is one object."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +169,9 @@ def records(text: str | Path) -> Iterator[Record]:
             for place, row in _rows(file):
                 where = f"{file}:{place + 1}"
                 if not isinstance(row, dict):
-                    raise ConfigError(f'{where}: expected an object like {{"prompt": …}}, found {named(type(row))}')
+                    hint = _LIST_HINT if isinstance(row, list) and not place and file.suffix == ".jsonl" else ""
+                    found = named(type(row))
+                    raise ConfigError(f'{where}: expected an object like {{"prompt": …}}, found {found}{hint}')
                 yield Record(count, number, where, row, has_columns=file.suffix in _COLUMNS)
                 count += 1
         if count == before:
@@ -267,9 +272,12 @@ def _text(path: Path) -> str:
 
 
 def _json(path: Path) -> Iterator[tuple[int, Any]]:
-    """Reads a list of rows; a file that begins otherwise has lines as JSONL."""
+    """Reads a list of rows; a file that begins otherwise has lines as JSONL. Raises ConfigError if it is one object
+    that holds rows, or that is spread over lines."""
     text = _text(path)
     if not text.lstrip().startswith("["):
+        if held := _held(text):
+            raise ConfigError(f'{path}: expected a list of objects, [{{"prompt": …}}, …], found one object with {held}')
         yield from _jsonl(path)
         return
     try:
@@ -278,8 +286,21 @@ def _json(path: Path) -> Iterator[tuple[int, Any]]:
         raise ConfigError(f"{path}: not JSON: {e}") from None
 
 
+def _held(text: str) -> str:
+    """Returns the fields of a text that is one object and no row of JSONL, else ""."""
+    try:
+        whole = parse_json(text)
+    except ValueError:
+        return ""
+    if not isinstance(whole, dict):
+        return ""
+    is_row = "\n" not in text.strip() and not any(isinstance(whole.get(name), list) for name in _HOLDERS)
+    return "" if is_row else ", ".join(map(repr, list(whole)[:5])) or "no field"
+
+
 def _jsonl(path: Path) -> Iterator[tuple[int, Any]]:
-    for number, line in enumerate(_text(path).split("\n")):
+    text = _text(path)
+    for number, line in enumerate(text.split("\n")):
         if not line.strip():
             continue
         try:
@@ -288,6 +309,7 @@ def _jsonl(path: Path) -> Iterator[tuple[int, Any]]:
             hint = (
                 "" if line.lstrip()[0] in "{[" else "; a data set has one JSON object a line, or is .json or .parquet"
             )
+            hint = _LIST_HINT if text.lstrip().startswith("[") and path.suffix == ".jsonl" else hint
             raise ConfigError(f"{path}:{number + 1}: not JSON: {e}{hint}") from None
 
 

@@ -255,6 +255,34 @@ def test_a_row_that_nothing_could_take_is_named(tmp_path, row, problem):
     assert len(str(error.value)) < 400
 
 
+@pytest.mark.parametrize(
+    ("name", "indent", "made", "problem"),
+    [
+        ("data.jsonl", None, ROWS, "data.jsonl:1: expected an object like .*; if the file is one JSON list, rename it"),
+        ("data.jsonl", 2, ROWS, "data.jsonl:1: not JSON: .*; if the file is one JSON list, rename it to .json$"),
+        ("data.json", None, {"data": ROWS}, "data.json: expected a list of objects, .* found one object with 'data'$"),
+        ("data.json", 2, {"of": "x", "data": ROWS}, "data.json: expected a list of objects, .* with 'of', 'data'$"),
+        (
+            "data.json",
+            2,
+            ROWS[0],
+            "data.json: expected a list of objects, .* found one object with 'prompt', 'answer'$",
+        ),
+        ("data.json", None, ROWS, ""),
+        ("data.json", 2, ROWS, ""),
+        ("data.json", None, ROWS[0], ""),
+        ("data.json", None, {"messages": [{"role": "user", "content": "a"}]}, ""),
+    ],
+)
+def test_a_file_of_another_shape_than_its_name_says_is_told_what_to_be(tmp_path, name, indent, made, problem):
+    (tmp_path / name).write_text(json.dumps(made, indent=indent) + "\n")
+    if not problem:
+        assert [record.row for record in records(tmp_path / name)] == (made if isinstance(made, list) else [made])
+        return
+    with pytest.raises(ConfigError, match=problem):
+        list(records(tmp_path / name))
+
+
 def test_what_only_looks_deep_or_broken_is_read(tmp_path):
     texts = ["[" * 1000, "\U0001f600", "\\ud800 as it is written"]
     rows = [{"prompt": text, "answer": [[]] * 1000} for text in texts]
