@@ -13,7 +13,7 @@ from typing import Any
 
 from areal_megatron.config import ConfigError
 from areal_megatron.data.formats import Row, field
-from areal_megatron.run.json_input import named, parse_json
+from areal_megatron.run.json_input import kind_of, parse_json
 
 Message = dict[str, Any]
 
@@ -202,7 +202,7 @@ def _messages(row: Row, name: str, where: str, role: str = "") -> list[Message]:
 
 def _message(said: Any, place: str) -> Message:
     if not isinstance(said, dict):
-        raise ConfigError(f"{place} is {named(type(said))}, expected an object with `role` and `content`")
+        raise ConfigError(f"{place} is {kind_of(said)}, expected an object with `role` and `content`")
     said = given(said)
     speaker, content = said.get("role", said.get("from")), said.get("content", said.get("value"))
     role = _SPEAKERS.get(speaker) if isinstance(speaker, str) else None
@@ -218,7 +218,7 @@ def _message(said: Any, place: str) -> Message:
         return found
     thought = next((said[key] for key in _THINKING if said.get(key)), "")
     if not isinstance(thought, str):
-        raise ConfigError(f"{place} has thinking that is {named(type(thought))}, expected a text")
+        raise ConfigError(f"{place} has thinking that is {kind_of(thought)}, expected a text")
     found |= {"thinking": thought} if thought.strip() else {}
     found |= {"tool_calls": own} if (own := _calls(calls, place)) else {}
     if not (text.strip() or found.get("thinking") or own):
@@ -233,7 +233,7 @@ def _content(said: Any, place: str) -> str:
             raise ConfigError(f"{place} has a part that is no text: only text can be learnt from")
         return "".join(parts)
     if said is not None and not isinstance(said, str):
-        raise ConfigError(f"{place} has a content that is {named(type(said))}, expected a text")
+        raise ConfigError(f"{place} has a content that is {kind_of(said)}, expected a text")
     return said or ""
 
 

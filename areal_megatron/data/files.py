@@ -19,7 +19,7 @@ from areal_megatron.data.drawing import stated
 from areal_megatron.hub import hub
 from areal_megatron.process.errors import first_line
 from areal_megatron.process.files import names_like
-from areal_megatron.run.json_input import named, parse_json
+from areal_megatron.run.json_input import kind_of, parse_json
 
 _SHARD = re.compile(r"-\d+-of-\d+$")
 _COLUMNS = (".parquet", ".arrow")
@@ -170,7 +170,7 @@ def records(text: str | Path) -> Iterator[Record]:
                 where = f"{file}:{place + 1}"
                 if not isinstance(row, dict):
                     hint = _LIST_HINT if isinstance(row, list) and not place and file.suffix == ".jsonl" else ""
-                    found = named(type(row))
+                    found = kind_of(row)
                     raise ConfigError(f'{where}: expected an object like {{"prompt": …}}, found {found}{hint}')
                 yield Record(count, number, where, row, has_columns=file.suffix in _COLUMNS)
                 count += 1

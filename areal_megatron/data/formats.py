@@ -18,7 +18,7 @@ import numpy as np
 
 from areal_megatron.config import ConfigError
 from areal_megatron.data.boxed import last_boxed
-from areal_megatron.run.json_input import named, parse_json
+from areal_megatron.run.json_input import kind_of, kinds_expected, parse_json
 
 Row = dict[str, Any]
 Chat = list[dict[str, str]]
@@ -37,8 +37,6 @@ _GSM8K = "#### "
 _DEEPSEEK = ("<｜User｜>", "<｜Assistant｜>", "<think>")
 """What AReaL's prompts have of the chat template of DeepSeek's models; the template of the model takes its place."""
 _CODEFORCES = {"input_format": "Input", "output_format": "Output"}
-_GUIDES = "docs/data.md, docs/supervised.md"
-"""What rows may hold, of RL and of supervised modes."""
 _ALSO_CALLED = {
     "prompt": ("question", "instruction", "input", "query", "text"),
     "answer": ("target", "label", "solution", "ground_truth", "output", "gold", "response", "completion"),
@@ -148,10 +146,10 @@ def field(row: Row, name: str, kinds: tuple[type, ...], where: str) -> Any:
     if name not in row:
         alike = next((other for other in _ALSO_CALLED.get(name, ()) if row.get(other) is not None), "")
         hint = f"; rename {alike!r} to {name!r}?" if alike else ""
-        raise ConfigError(f"{where}: field {name!r} is missing, found {_names(row)}{hint} ({_GUIDES})")
+        raise ConfigError(f"{where}: field {name!r} is missing, found {_names(row)}{hint} (docs/data.md#formats)")
     value = row[name]
     if type(value) not in kinds:
-        raise ConfigError(f"{where}: field {name!r} is {named(type(value))}, expected {named(*kinds)}")
+        raise ConfigError(f"{where}: field {name!r} is {kind_of(value)}, expected {kinds_expected(kinds)}")
     if value in ("", [], {}):
         raise ConfigError(f"{where}: field {name!r} is empty")
     return value

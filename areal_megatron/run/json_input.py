@@ -8,6 +8,7 @@ import math
 import os
 import re
 import stat
+from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -25,21 +26,8 @@ MOST_LEVELS = 100
 """Most lists and objects within each other: what can be read can then also be compared, copied and written."""
 MOST_BYTES = 64 * 2**20
 """Bytes of the largest file that is read: indices of models of a thousand shards have a few of these."""
-_NAMES = {
-    str: "a text",
-    int: "a number",
-    float: "a number",
-    bool: "a boolean",
-    dict: "an object",
-    list: "a list",
-    type(None): "null",
-}
+_KINDS = {str: "a text", int: "a number", float: "a number", bool: "true or false", list: "a list", dict: "an object"}
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-
-
-def named(*kinds: type) -> str:
-    """Returns how messages call values of these types: `a text or a list`."""
-    return " or ".join(dict.fromkeys(_NAMES.get(kind, kind.__name__) for kind in kinds))
 
 
 def read_object(file: Path) -> dict[str, Any]:
@@ -91,6 +79,17 @@ def parse_json(text: str | bytes, exact: bool = False) -> Any:
         except UnicodeEncodeError as e:
             raise ValueError(f"\\u{ord(e.object[e.start]):04x} is half of a character") from None
     return value
+
+
+def kind_of(value: Any) -> str:
+    """Returns what a value is in the words of JSON, or the name of a type that JSON lacks."""
+    return "null" if value is None else _KINDS.get(type(value), type(value).__name__)
+
+
+def kinds_expected(kinds: Sequence[type]) -> str:
+    """Returns such types as a list of words: a text, a number or a list."""
+    named = [*dict.fromkeys(word for kind, word in _KINDS.items() if kind in kinds)]
+    return " or ".join(filter(None, [", ".join(named[:-1]), named[-1]]))
 
 
 def read_record(content: bytes, kind: type[Record], place: Path | str) -> Record:

@@ -250,10 +250,16 @@ def test_marked_messages_alone_are_trained(marks):
         ({"messages": [USER, "Hello"]}, "message 2 of 'messages' is a text, expected an object"),
         ({"messages": [USER, {"role": "bot", "content": "a"}]}, "message 2 of 'messages' has the role 'bot', expected"),
         ({"messages": [USER, {"content": "a"}]}, "message 2 of 'messages' has the role None, expected"),
-        ({"messages": [USER, HELLO | {"content": 5}]}, "message 2 of 'messages' has a content that is a number"),
+        (
+            {"messages": [USER, HELLO | {"content": 5}]},
+            "message 2 of 'messages' has a content that is a number, expected a text",
+        ),
         ({"messages": [USER, HELLO | {"content": [{"type": "image_url"}]}]}, "message 2 of 'messages' has a part that"),
         ({"messages": [USER, HELLO | {"content": " "}]}, "message 2 of 'messages' is the assistant's and says nothing"),
-        ({"messages": [USER, HELLO | {"thinking": ["t"]}]}, "message 2 of 'messages' has thinking that is a list"),
+        (
+            {"messages": [USER, HELLO | {"thinking": ["t"]}]},
+            "message 2 of 'messages' has thinking that is a list, expected a text",
+        ),
         ({"messages": [USER, HELLO | {"tool_calls": [{"name": 1}]}]}, "message 2 of 'messages': its tool_calls must"),
         ({"messages": [USER, HELLO | {"tool_calls": "x"}]}, "message 2 of 'messages': its tool_calls must be a list"),
         ({"messages": [USER, HELLO], "tools": "x"}, "field 'tools' is no list of tools"),

@@ -293,8 +293,11 @@ GOOD = {"prompt": "a", "answer": "1"}
         ([GOOD, "", {"prompt": "a"}], "data.jsonl:3: field 'answer' is missing, found 'prompt'"),
         ([{"prompt": 3, "answer": "1"}], "data.jsonl:1: field 'prompt' is a number, expected a text or a list"),
         ([{"prompt": "", "answer": "1"}], "data.jsonl:1: field 'prompt' is empty"),
-        ([{"prompt": "a", "answer": None}], "data.jsonl:1: field 'answer' is null, expected a text"),
-        ([{"prompt": "a", "answer": True}], "data.jsonl:1: field 'answer' is a boolean"),
+        (
+            [{"prompt": "a", "answer": None}],
+            "data.jsonl:1: field 'answer' is null, expected a text, a number, a list or an object",
+        ),
+        ([{"prompt": "a", "answer": True}], "data.jsonl:1: field 'answer' is true or false, expected a text, "),
         ([GOOD | {"response_tokens": 9}], "data.jsonl:1: response_tokens is 9"),
         ([GOOD | {"response_tokens": 0}], "data.jsonl:1: response_tokens is 0"),
         ([GOOD | {"response_tokens": "4"}], "data.jsonl:1: response_tokens is '4'"),
