@@ -8,7 +8,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -50,6 +50,7 @@ from areal_megatron.workflows.trial import try_workflows
 from areal_megatron.workflows.workflow import check_workflow
 
 POOLS = ("trainer", "rollout", "controller")
+_SIZES = ("model_type", "num_hidden_layers", "hidden_size", "vocab_size")
 _LISTS, _COUNTS = "SLURM_JOB_GPUS", "SLURM_GPUS"
 """How the names begin of the variables in which Slurm tells a job of its GPUs: their numbers, and how many."""
 
@@ -248,6 +249,7 @@ def check(
     held, run = run is not None, run or RunFolder(config.run_dir)
     checkpoint = _resumed(config, run, held)
     if checkpoint:
+        _check_same_run(config, run, checkpoint)
         peft.check_resumed(config, read_config(config.model.path), checkpoint.folder)
     if config.mode == "replay":
         _check_replay(config, run, checkpoint)
@@ -358,6 +360,31 @@ def check_adapters(config: Config) -> None:
                 raise ConfigError(f"served.{name}.adapter: {e}") from None
             if note := peft.note_of_base(model.adapter, model.path):
                 print(f"note: served.{name}.adapter: {note}", file=sys.stderr)
+
+
+def _check_same_run(config: Config, run: RunFolder, checkpoint: SavedCheckpoint) -> None:
+    """Raises ConfigError if a checkpoint is this run's and was made in another mode, if it is another model's, or if it
+    has more updates than the run is to make."""
+    if checkpoint.folder.parent == run.checkpoints and run.config.exists():
+        before = config
+        with suppress(ConfigError):  # of a version of this project with other keys
+            before = config_file.load(run.config)
+        if config.mode != before.mode:
+            raise ConfigError(
+                f"mode: {config.mode}, but {run.folder} is a run with mode={before.mode}: choose another name=…"
+            )
+    own, made = (read_config(folder) for folder in (config.model.path, checkpoint.hf))
+    for key in _SIZES:
+        if key in own and key in made and own[key] != made[key]:
+            raise ConfigError(
+                f"model.path: {config.model.path} has {key}={own[key]}, and the model of {checkpoint.folder} "
+                f"{made[key]}: continue with the same model"
+            )
+    if checkpoint.batches > config.updates and not config.is_driven:
+        raise ConfigError(
+            f"updates: {config.updates}, but {checkpoint.folder} is already at version {checkpoint.version}: give "
+            f"updates above {checkpoint.batches}"
+        )
 
 
 def _check_same_data(config: Config, run: RunFolder, checkpoint: SavedCheckpoint, members: Sequence[Member]) -> None:

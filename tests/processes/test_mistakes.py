@@ -15,10 +15,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from areal_megatron import command
+from areal_megatron.checkpoint import folder as checkpoint_folder
 from areal_megatron.checkpoint.peft import WEIGHTS
 from areal_megatron.config import ConfigError, config_file
 from areal_megatron.config.other_names import NONE_HERE, OTHER_NAMES
 from areal_megatron.launch import evaluate, local
+from areal_megatron.run.folder import RunFolder
 from tests.conftest import ROOT
 from tests.support.adapter_oracle import write_adapter
 
@@ -32,6 +34,21 @@ def text(prompt, response, answer): return "right"
 def workflow(episode): return 1.0
 async def two(episode, other): return 1.0
 """
+
+
+def checkpointed(folder, name, described, *overrides):
+    """Makes a run with a checkpoint of version 140, of a model that config.json says these things of."""
+    run = RunFolder(folder / name)
+    run.create()
+    config_file.save(config_file.load(TINY, ["model.path=model", "data.train=d.jsonl", *overrides]), run.config)
+    run.begin()
+    made = checkpoint_folder.partial(run, 140)
+    shutil.copytree(folder / "model", made / "hf", ignore=shutil.ignore_patterns("*.safetensors"))
+    config = made / "hf/config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | described))
+    (made / "trainer").mkdir()
+    (made / "trainer/0.distcp").write_bytes(b"weights")
+    checkpoint_folder.seal(run, 140, 140)
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +91,9 @@ def place(world, tmp_path_factory):
         shutil.copytree(folder / "model", folder / run / "hf")
         config_file.save(begun, folder / run / "config.yaml")
     (folder / "begun/hf").rename(folder / "begun/empty")
+    checkpointed(folder, "trained", {})
+    checkpointed(folder, "tuned", {}, "mode=sft")
+    checkpointed(folder, "deeper", {"num_hidden_layers": 8})
     for name, lacks in (("no_tokenizer", "tokenizer*"), ("no_weights", "*.safetensors")):
         shutil.copytree(folder / "model", folder / name, ignore=shutil.ignore_patterns(lacks))
     shutil.copytree(folder / "model", folder / "gemma")
@@ -263,6 +283,28 @@ KEYS = {
 def test_a_run_that_could_not_work(areal, overrides):
     code, error = areal("train", *given(*overrides.split()))
     expect_one_line(code, error, KEYS[overrides])
+
+
+RESUMED = {
+    "name=trained updates=100": "version-000140 is already at version 140: give updates above 140",
+    "name=tuned updates=200": "tuned is a run with mode=sft: choose another name=…",
+    "name=deeper updates=200": "model.path: model has num_hidden_layers=4, and the model of",
+    "name=x resume=trained/checkpoints/version-000140 updates=139": "is already at version 140: give updates above",
+    "name=trained updates=140": "",
+}
+
+
+@pytest.mark.parametrize("dry", [True, False])
+@pytest.mark.parametrize("keys", RESUMED)
+def test_a_run_that_could_not_go_on(areal, keys, dry):
+    words = [word for word in given("runs_dir=.", "resume=auto", *keys.split()) if word != "--dry-run" or dry]
+    if RESUMED[keys]:
+        expect_one_line(*areal("train", *words), RESUMED[keys])
+    elif dry:
+        assert areal("train", *words)[0] == 0
+    else:
+        with pytest.raises(AssertionError, match="something has been started"):
+            areal("train", *words)
 
 
 COMMANDS = {
