@@ -78,7 +78,7 @@ def read_examples(
     while some := [*islice(rest, _AT_ONCE)]:
         examples += _examples(some, tokenizer, renderer, settings, unusable, left_out)
     if not examples:
-        raise ConfigError(f"{text}: no row can be used: {left_out.lines()[0]}")
+        raise ConfigError(f"{text}: no row can be used: {left_out.most()}")
     return examples
 
 

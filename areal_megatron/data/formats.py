@@ -38,7 +38,7 @@ _DEEPSEEK = ("<｜User｜>", "<｜Assistant｜>", "<think>")
 """What AReaL's prompts have of the chat template of DeepSeek's models; the template of the model takes its place."""
 _CODEFORCES = {"input_format": "Input", "output_format": "Output"}
 _ALSO_CALLED = {
-    "prompt": ("question", "instruction", "input", "query", "text"),
+    "prompt": ("question", "question_text", "instruction", "input", "query", "text"),
     "answer": ("target", "label", "solution", "ground_truth", "output", "gold", "response", "completion"),
     "response": ("completion", "output", "answer", "target", "solution", "text"),
     "chosen": ("preferred", "better", "accepted"),
@@ -91,10 +91,11 @@ def read_item(row: Row, where: str, seed: Sequence[int]) -> Item:
             return FORMATS[key](row, where, seed)
         except RecursionError:
             raise ConfigError(f"{where}: lists or objects are nested too deeply") from None
-    raise ConfigError(
-        f"{where}: field 'prompt' is missing, found {_names(row)}; other formats have one of "
-        f"{', '.join(map(repr, list(FORMATS)[1:]))} (docs/data.md#formats)"
-    )
+    if talk := next((name for name in ("messages", "conversations") if row.get(name) is not None), ""):
+        hint = f"; {talk!r} are for mode=sft"
+    else:
+        hint = _renaming(row, "prompt") or f"; other formats have one of {', '.join(map(repr, list(FORMATS)[1:]))}"
+    raise _missing(row, "prompt", hint, where)
 
 
 def check_text_alone(row: Row, where: str) -> None:
@@ -144,9 +145,7 @@ def _shown_or_played(fields: dict[str, Any]) -> str:
 def field(row: Row, name: str, kinds: tuple[type, ...], where: str) -> Any:
     """Returns a required field. Raises ConfigError if it is missing, empty or of none of the types `kinds`."""
     if name not in row:
-        alike = next((other for other in _ALSO_CALLED.get(name, ()) if row.get(other) is not None), "")
-        hint = f"; rename {alike!r} to {name!r}?" if alike else ""
-        raise ConfigError(f"{where}: field {name!r} is missing, found {_names(row)}{hint} (docs/data.md#formats)")
+        raise _missing(row, name, _renaming(row, name), where)
     value = row[name]
     if type(value) not in kinds:
         raise ConfigError(f"{where}: field {name!r} is {kind_of(value)}, expected {kinds_expected(kinds)}")
@@ -481,3 +480,13 @@ FORMATS: dict[str, Callable[[Row, str, Sequence[int]], Item]] = {
 
 def _names(row: Row) -> str:
     return ", ".join(map(repr, row)) or "no field"
+
+
+def _missing(row: Row, name: str, hint: str, where: str) -> ConfigError:
+    return ConfigError(f"{where}: field {name!r} is missing, found {_names(row)}{hint} (docs/data.md#formats)")
+
+
+def _renaming(row: Row, name: str) -> str:
+    """Returns the advice to rename a field that seems to be the one missing, "" if none does."""
+    alike = next((other for other in _ALSO_CALLED.get(name, ()) if row.get(other) is not None), "")
+    return f"; rename {alike!r} to {name!r}?" if alike else ""

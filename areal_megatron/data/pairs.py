@@ -91,7 +91,7 @@ def read_pairs(
         except ConfigError as e:
             left_out.refuse(e, record.where, unusable)
     if not found:
-        raise ConfigError(f"{text}: no row can be used: {left_out.lines()[0]}")
+        raise ConfigError(f"{text}: no row can be used: {left_out.most()}")
     said: dict[int, Texts | Conversations] = texts | conversations
     answers |= _of_texts(texts, {record.id: record.where for record in found}, tokenizer)
     pairs = [

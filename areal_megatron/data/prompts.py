@@ -89,6 +89,11 @@ class LeftOut:
         """Returns a line for each reason, the most frequent first."""
         return [f"{count} × {reason}, such as {self.first[reason]}" for reason, count in self.counts.most_common()]
 
+    def most(self) -> str:
+        """Returns the most frequent reason after the place of its first row."""
+        ((reason, count),) = self.counts.most_common(1)
+        return f"{self.first[reason]}: {reason}" + f" ({count} rows)" * (count > 1)
+
     def apart(self) -> tuple[LeftOut, LeftOut]:
         """Returns the unusable rows, and those that are too long."""
         long = Counter({reason: count for reason, count in self.counts.items() if reason in self.too_long})
@@ -124,7 +129,7 @@ def usable_rows(
         except ConfigError as e:
             left_out.refuse(e, record.where, config.data.unusable_rows)
     if left_out.counts and not found:
-        raise ConfigError(f"data.{key}: no row can be used: {left_out.lines()[0]}")
+        raise ConfigError(f"data.{key}: no row can be used: {left_out.most()}")
     return found
 
 

@@ -249,7 +249,13 @@ NO_TEXT = "a test of field 'tests' has a type or fn_name that is no text"
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
-        ({"text": "a"}, "field 'prompt' is missing, found 'text'; other formats have one of 'question_content'"),
+        ({"said": "a"}, "field 'prompt' is missing, found 'said'; other formats have one of 'question_content'"),
+        (
+            {"instruction": "a", "output": "b"},
+            "'prompt' is missing, found 'instruction', 'output'; rename 'instruction' to 'prompt'?",
+        ),
+        ({"question_text": "a"}, "found 'question_text'; rename 'question_text' to 'prompt'?"),
+        ({"messages": [{"role": "user", "content": "a"}]}, "found 'messages'; 'messages' are for mode=sft"),
         ({}, "found no field"),
         ({"problem": "a"}, "field 'answer' is missing, found 'problem'"),
         ({"Problem": "a", "answer": "1"}, "field 'Answer' is missing"),
