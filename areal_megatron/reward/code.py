@@ -15,7 +15,7 @@ from decimal import Decimal
 from typing import Any
 
 from areal_megatron.reward.sandbox import Limits, run
-from areal_megatron.run.json_input import named, parse_json
+from areal_megatron.run.json_input import kind_of, parse_json
 
 _FENCE = re.compile(r"^[ \t]*+```[ \t]*+([^\s`]*+)([^\n`]*+)$", re.MULTILINE)
 _GAP = re.compile(r"([ \t]+)")
@@ -77,7 +77,7 @@ def parse_tests(answer: str) -> Tests:
     except ValueError as e:
         raise ValueError(f"the answer holds no tests: not JSON: {e}") from None
     if not isinstance(tests, dict):
-        raise ValueError(f"the answer holds no tests: expected an object, is {named(type(tests))}")
+        raise ValueError(f"the answer holds no tests: expected an object, is {kind_of(tests)}")
     inputs, outputs, function = (tests.get(key) for key in ("inputs", "outputs", "fn_name"))
     if not (isinstance(inputs, list) and isinstance(outputs, list) and len(inputs) == len(outputs) > 0):
         raise ValueError("the answer holds no tests: inputs and outputs must be lists of one length, not empty")

@@ -35,7 +35,8 @@ class TrainerRanks:
     def __init__(self):
         self._context = multiprocessing.get_context("forkserver")
         modules = sorted(path.stem for path in Path(trainer_rank.__file__).parent.glob("*_*.py"))
-        self._context.set_forkserver_preload([f"{RANKS}.{module}" for module in modules])
+        # The trainer first, as in a run: it decides how megatron-core is imported.
+        self._context.set_forkserver_preload(["areal_megatron.trainer", *(f"{RANKS}.{module}" for module in modules)])
         with _environment():
             forkserver.ensure_running()  # with that environment, which nothing else of this process gets
 

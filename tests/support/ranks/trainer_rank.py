@@ -18,5 +18,6 @@ def main(check: str, folder: Path, rank: int, arguments: dict, output: Path) -> 
         os.dup2(descriptor, stream.fileno())
     torch.set_num_threads(1)
     gc.freeze()  # a collection over all that was imported takes half a second, and copies the pages that forks share
+    importlib.import_module("areal_megatron.trainer")  # before megatron-core, also where nothing was imported yet
     module, _, name = check.partition(":")
     getattr(importlib.import_module(module), name)(folder, rank, **arguments)
