@@ -23,6 +23,8 @@ from areal_megatron.run.folder import RunError
 
 _PATIENCE_S = 30.0
 """What takes longer than this, and may by reward.timeout_s, is taken to be slow and no mistake."""
+_NUMBER = "a number for any text, within reward.timeout_s"
+_TERMS = "{name: [a number for each answer]} for any text, within reward.timeout_s"
 
 
 def try_rewards(config: Config, prompts: Sequence[Prompt], say: Callable[[str], None]) -> None:
@@ -30,7 +32,7 @@ def try_rewards(config: Config, prompts: Sequence[Prompt], say: Callable[[str], 
 
     `say` is told, in a line, of an exception that need not be a mistake. Raises ConfigError if a function takes longer
     than reward.timeout_s, ends its process, returns something else than it may, or raises what mistakes raise
-    (TypeError, AttributeError, NameError, ImportError), or asks a model that is not served.
+    (TypeError, AttributeError, NameError, ImportError), fails for both responses, or asks a model that is not served.
     """
     for number, own in enumerate(config.by_environment()):
         first = next((prompt for prompt in prompts if prompt.environment == number), None)
@@ -47,18 +49,26 @@ class _Trial:
         if not config.is_own:  # a built-in reward, a model or a service is known to work, or not there yet
             self._asked.function = "math"
         self._workers = RewardWorkers(self._asked, whole.model.path, stand_ins=whole.served_models)
-        self._warned = False
+        self._has_stand_ins = bool(whole.served_models)
+        self._failures: list[str] = []
+        """What failed, though it need not be a mistake."""
+        self._lasting = 0
+        """How many of them would fail at any other time."""
 
     async def run(self) -> None:
         await self._workers.start()
         try:
             scores = [await self._score(text) for text in (self._prompt.answer, WRONG)]
+            if self._lasting == len(scores):
+                raise ConfigError(f"{self._failures[0]}, nor {WRONG!r}; it has to return {_NUMBER}")
             if self._config.group_function:
                 await self._add_terms(scores)
         except RunError:  # the service that the function asks is away; a run waits for it
             pass
         finally:
             await self._workers.close()
+        for text in self._failures[:1]:
+            self._say(f"warning: {text}; such answers are tried again for reward.retry_s and are not trained")
 
     async def _score(self, response: str) -> float:
         if not self._config.is_own:
@@ -69,7 +79,7 @@ class _Trial:
             raise ConfigError(f"reward.function: {problem}")
         answer.where = ""
         (scored,) = await self._workers.ask_once([answer])
-        self._look("reward.function", f"cannot score {reprlib.repr(response)} as a response", "a number", scored)
+        self._look("reward.function", f"cannot score {reprlib.repr(response)} as a response", _NUMBER, scored)
         if response != WRONG and 0 < scored.score < 1:
             self._say(
                 f"warning: reward.function: {self._config.function} scores {reprlib.repr(response)}, the right answer "
@@ -85,18 +95,18 @@ class _Trial:
         ]
         group = AnswerGroup(self._prompt.text, self._prompt.answer, members, [tokens] * 2, [tokens] * 2)
         (scored,) = await self._workers.ask_once([group])
-        self._look(KEY, "cannot add terms to two answers", "{name: [a number for each answer]}", scored)
+        self._look(KEY, "cannot add terms to two answers", _TERMS, scored)
 
     def _look(self, key: str, fails: str, wanted: str, scored: Scored) -> None:
         """Says what is wrong with the result. Raises ConfigError if it is a mistake of the function."""
         if not scored.problem:
             return
         name = self._config.function if key != KEY else self._config.group_function
-        where, place = self._prompt.where, f" ({scored.bug})" if scored.bug else ""
+        where, place = self._prompt.where, f" ({scored.place})" if scored.place else ""
         text = f"{key}: {name} {fails} to {where}: {scored.problem}{place}"
         patient = self._asked.timeout_s == self._config.timeout_s
-        if scored.bug or (scored.ended and patient):
-            raise ConfigError(f"{text}; it has to return {wanted} for any text, within reward.timeout_s")
-        if not scored.ended and not self._warned:
-            self._warned = True
-            self._say(f"warning: {text}; such answers are tried again for reward.retry_s and are not trained")
+        if scored.is_mistake or (scored.ended and patient):
+            raise ConfigError(f"{text}; it has to return {wanted}")
+        if not scored.ended:
+            self._failures.append(text)
+            self._lasting += not (scored.may_pass or scored.never or self._has_stand_ins)

@@ -103,8 +103,12 @@ class Scored(msgspec.Struct):
     """Whether this is no score yet: the service that knows it is away, see `problem`, and will be asked again."""
     killed: bool = False
     """Whether the function failed because its process was killed from outside, as the kernel does without memory."""
-    bug: str = ""
-    """Where in the function's code the failure is a mistake of its author, `file:line`; else empty."""
+    place: str = ""
+    """Where in the function's code it failed, `file:line`; empty if its process ended."""
+    is_mistake: bool = False
+    """Whether that is a mistake of the function's author for certain."""
+    may_pass: bool = False
+    """Whether the function failed since a file or a connection did, which may be there later."""
     raised: bool = False
     """Whether the function raised one of MISTAKES, in place of returning something else than it may."""
     never: bool = False
@@ -164,9 +168,15 @@ class Functions:
             at_fault = self._group_function if is_group else self._function
             lacks = "" if is_group else _lacking_column(e, request)
             is_known = raised or lacks or isinstance(e, (WrongResult, SystemExit))
-            bug = place_of(e, at_fault) if at_fault and is_known else ""
-            problem, never = _problem(e, request.where) + lacks, isinstance(e, NeverScored)
-            return Scored(problem=problem, last=isinstance(e, MemoryError), bug=bug, raised=raised, never=never)
+            return Scored(
+                problem=_problem(e, request.where) + lacks,
+                last=isinstance(e, MemoryError),
+                place=place_of(e, at_fault) if at_fault else "",
+                is_mistake=bool(at_fault and is_known),
+                may_pass=any(isinstance(one, OSError) for one in _causes(e)),
+                raised=raised,
+                never=isinstance(e, NeverScored),
+            )
 
     def _score(self, answer: Answer) -> Scored:
         text = self._response(answer)
@@ -238,6 +248,15 @@ def _problem(error: BaseException, where: str) -> str:
     text = " ".join(str(error)[:_LONGEST_PROBLEM].split()).encode(errors="backslashreplace").decode()
     kind = "" if isinstance(error, WrongResult) else f"{type(error).__name__}: "
     return f"{where}: {kind}{text}" if where else f"{kind}{text}"
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yields an error and what led to it: clients of services raise their own in place of a failed connection's."""
+    seen = set()
+    while error is not None and id(error) not in seen:
+        yield error
+        seen.add(id(error))
+        error = error.__context__ if error.__cause__ is None else error.__cause__
 
 
 def _lacking_column(error: BaseException, answer: Answer) -> str:

@@ -130,7 +130,7 @@ class RewardWorkers:
             key = "group_function" if isinstance(request, AnswerGroup) else "function"
             if scored.raised and (self._config.is_own or key == "group_function"):
                 name = getattr(self._config, key)
-                problem = printable(f"{name} has a mistake in {scored.bug}: {scored.problem}", 1000)
+                problem = printable(f"{name} has a mistake in {scored.place}: {scored.problem}", 1000)
                 raise ConfigError(f"reward.{key}: {problem}; correct it and go on with resume=auto")
         return scores
 

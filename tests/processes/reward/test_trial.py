@@ -36,7 +36,11 @@ def leaves(p, r, a): sys.exit(3)
 def asks(p, r, a): return float(input() == a)
 def away(p, r, a): raise ServiceAway("not yet")
 def refuses(p, r, a): raise AnswerRefused("no")
-def strict(p, r, a): raise ValueError("no JSON")
+def strict(p, r, a): return {"2": 1.0}[r]
+def always(p, r, a): return 1 / 0
+def unreached(p, r, a):
+    try: open("/nowhere/at/all")
+    except OSError: raise ValueError("no service") from None
 def nearly(p, r, a): return 0.99 * (r == a)
 def few(p, a, answers): return {"x": [1.0]}
 def terms(p, a, answers): return {"x": [one.score for one in answers]}
@@ -58,6 +62,13 @@ def tried(config: RewardConfig, model: str = "") -> list[str]:
     return said
 
 
+def line_of(name: str) -> int:
+    """The line on which a function fails, or returns what is wrong."""
+    lines = FUNCTIONS.splitlines()
+    begin = next(k for k, text in enumerate(lines, 1) if f"def {name}(" in text)
+    return begin + 2 if name == "unreached" else begin
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [("four", "missing a required argument: 'other'"), ("two", "too many positional"), ("waits", "is `async def`")],
@@ -75,6 +86,8 @@ def test_what_cannot_be_called_is_refused_as_it_is_loaded(name, words):
         ("text", "cannot score '2' as a response to d:1: the reward function returned '1', expected a finite number"),
         ("forgets", "cannot score 'I do not know.' as a response to d:1: the reward function returned None"),
         ("matches", "'I do not know.' as a response to d:1: AttributeError: 'NoneType' object has no attribute"),
+        ("always", "'2' as a response to d:1: ZeroDivisionError: division by zero ("),
+        ("asks", "'2' as a response to d:1: EOFError: "),
         ("leaves", "as a response to d:1: SystemExit: 3 ("),
         ("hangs", "tried:hangs took longer than reward.timeout_s=1 s"),
         ("exits", "tried:exits ended its worker process with code 3"),
@@ -83,18 +96,22 @@ def test_what_cannot_be_called_is_refused_as_it_is_loaded(name, words):
 def test_mistakes_of_a_function_are_told_with_their_line_before_a_run(name, words):
     with pytest.raises(ConfigError, match=r"^reward\.function: tried:") as refused:
         tried(RewardConfig(function=f"tried:{name}", timeout_s=1 if name == "hangs" else 10))
-    line = next((k for k, text in enumerate(FUNCTIONS.splitlines(), 1) if f"def {name}" in text), 0)
     message = str(refused.value)
     assert words in message and message.endswith("return a number for any text, within reward.timeout_s")
-    assert name in ("hangs", "exits") or f"tried.py:{line})" in message, message
+    assert name in ("hangs", "exits") or f"tried.py:{line_of(name)})" in message, message
 
 
 def test_what_may_be_right_is_not_refused():
     """Services may come later, and a refused answer is none of the function's mistakes."""
     for name in ("by_name", "away", "refuses"):
         assert tried(RewardConfig(function=f"tried:{name}")) == []
-    (line,) = tried(RewardConfig(function="tried:strict"))
-    assert line.startswith("warning: reward.function: tried:strict cannot score '2' as a response to d:1: ValueError")
+    for name, response, problem in (
+        ("strict", "'I do not know.'", "KeyError: 'I do not know.'"),
+        ("unreached", "'2'", "ValueError: no service"),
+    ):
+        (line,) = tried(RewardConfig(function=f"tried:{name}"))
+        begin = f"warning: reward.function: tried:{name} cannot score {response} as a response to d:1: {problem} ("
+        assert line.startswith(begin) and f"tried.py:{line_of(name)}); such answers are tried again" in line, line
     assert tried(RewardConfig(function="http://127.0.0.1:9/")) == tried(RewardConfig()) == []
 
 
@@ -104,11 +121,6 @@ def test_a_right_answer_that_no_accuracy_would_count_is_told():
         "warning: reward.function: tried:nearly scores '2', the right answer to d:1, with 0.99: accuracy counts scores "
         "of 1 or more"
     )
-
-
-def test_a_function_that_asks_the_user_is_told_that_there_is_nobody():
-    (said,) = tried(RewardConfig(function="tried:asks"))
-    assert "EOFError" in said
 
 
 def test_a_number_that_no_worker_can_be_sent_is_one_line():
