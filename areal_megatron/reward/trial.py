@@ -80,12 +80,21 @@ class _Trial:
         answer.where = ""
         (scored,) = await self._workers.ask_once([answer])
         self._look("reward.function", f"cannot score {reprlib.repr(response)} as a response", _NUMBER, scored)
-        if response != WRONG and 0 < scored.score < 1:
-            self._say(
-                f"warning: reward.function: {self._config.function} scores {reprlib.repr(response)}, the right answer "
-                f"to {self._prompt.where}, with {scored.score:g}: accuracy counts scores of 1 or more"
-            )
+        if response != WRONG and not (scored.problem or scored.refused):
+            self._doubt(response, scored.score)
         return scored.score
+
+    def _doubt(self, response: str, score: float) -> None:
+        """Says that the right answer does not score as one, unless stand-ins for served models have judged it."""
+        if score < 0 or score >= 1 or (score == 0 and self._has_stand_ins):
+            return
+        doubt = "accuracy counts scores of 1 or more"
+        if score == 0:
+            doubt = "are its arguments (prompt, response, answer)? If it wants more than the bare answer, all is well"
+        self._say(
+            f"warning: reward.function: {self._config.function} scores {reprlib.repr(response)}, the right answer to "
+            f"{self._prompt.where}, with {score:g}: {doubt}"
+        )
 
     async def _add_terms(self, scores: Sequence[float]) -> None:
         tokens, wrong, right = np.array([0], np.int32).tobytes(), self._config.wrong, self._config.right

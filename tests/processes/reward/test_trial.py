@@ -41,6 +41,7 @@ def always(p, r, a): return 1 / 0
 def unreached(p, r, a):
     try: open("/nowhere/at/all")
     except OSError: raise ValueError("no service") from None
+def swapped(r, p, a): return float(r == a)
 def nearly(p, r, a): return 0.99 * (r == a)
 def few(p, a, answers): return {"x": [1.0]}
 def terms(p, a, answers): return {"x": [one.score for one in answers]}
@@ -120,6 +121,11 @@ def test_a_right_answer_that_no_accuracy_would_count_is_told():
     assert line == (
         "warning: reward.function: tried:nearly scores '2', the right answer to d:1, with 0.99: accuracy counts scores "
         "of 1 or more"
+    )
+    (line,) = tried(RewardConfig(function="tried:swapped"))
+    assert line == (
+        "warning: reward.function: tried:swapped scores '2', the right answer to d:1, with 0: are its arguments "
+        "(prompt, response, answer)? If it wants more than the bare answer, all is well"
     )
 
 
