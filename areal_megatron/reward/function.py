@@ -83,14 +83,17 @@ def _check_signature(name: str, function: Callable) -> None:
     if inspect.iscoroutinefunction(function):
         raise ConfigError(f"reward.function: {name} is `async def`; a reward is a plain function: write `def`")
     try:
-        inspect.signature(function).bind("prompt", "response", "answer", **({"row": {}} if takes_row(function) else {}))
-    except TypeError as e:
-        raise ConfigError(
-            f"reward.function: {name} cannot be called with (prompt, response, answer): {e}; the other columns of a "
-            "row come in a fourth argument with the name `row`"
-        ) from None
+        signature = inspect.signature(function)
     except ValueError:  # a function that is not written in Python does not say what it takes
-        pass
+        return
+    try:
+        signature.bind("prompt", "response", "answer", **({"row": {}} if takes_row(function) else {}))
+    except TypeError:
+        takes = ", ".join(str(one.replace(annotation=one.empty)) for one in signature.parameters.values())
+        raise ConfigError(
+            f"reward.function: {name} must take (prompt, response, answer) and perhaps row, a dict of the row's "
+            f"columns; it takes ({takes})"
+        ) from None
 
 
 def takes_row(function: Callable) -> bool:

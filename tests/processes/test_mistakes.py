@@ -176,7 +176,8 @@ KEYS = {
     "reward.function=mine:column data.train=levels.jsonl": "'levl' is no column of the row, which has prompt, answer, "
     "level (",
     "machine.host=nosuch": "machine.host: 'nosuch' is no address and no interface of",
-    "reward.function=mine:four": "missing a required argument: 'other'; the other columns of a row come in a fourth",
+    "reward.function=mine:four": "must take (prompt, response, answer) and perhaps row, a dict of the row's "
+    "columns; it takes (prompt, response, answer, other)",
     "reward.function=mine:text": "to d.jsonl:1: the reward function returned 'right', expected a finite number",
     "trainer.tp=64 machine.slots=65": "trainer.tp",
     "trainer.dp=64 machine.slots=4": "need 65 slots",

@@ -22,7 +22,8 @@ FUNCTIONS = """
 import os, re, sys, time
 from areal_megatron.reward.no_score import AnswerRefused, ServiceAway
 def four(p, r, a, other): return 1.0
-def two(p, r): return 1.0
+def two(p, r: str): return 1.0
+def batch(prompts, completions, **others): return [1.0]
 async def waits(p, r, a): return 1.0
 def by_name(p, r, a, *, row): return float(row["level"])
 def fourth(p, r, a, row=None): return float(row["level"])
@@ -72,7 +73,12 @@ def line_of(name: str) -> int:
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("four", "missing a required argument: 'other'"), ("two", "too many positional"), ("waits", "is `async def`")],
+    [
+        ("four", r"must take \(prompt, .* columns; it takes \(p, r, a, other\)$"),
+        ("two", r"it takes \(p, r\)$"),
+        ("batch", r"it takes \(prompts, completions, \*\*others\)$"),
+        ("waits", "is `async def`"),
+    ],
 )
 def test_what_cannot_be_called_is_refused_as_it_is_loaded(name, words):
     with pytest.raises(ConfigError, match=f"^reward.function: tried:{name} .*{words}"):
