@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import ast
+import difflib
 import hashlib
 import importlib
 import inspect
+import os
 import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import ModuleType
 
 from areal_megatron.config import ConfigError
 from areal_megatron.process.errors import first_line
 
 _OURS = __name__.partition(".")[0]
+_FEW = 5
+"""Functions that a message names."""
 
 
 def import_function(path: str, key: str) -> Callable:
@@ -27,11 +32,25 @@ def import_function(path: str, key: str) -> Callable:
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as e:  # the module is the user's, and its import may raise anything
-        raise ConfigError(f"{key}: cannot import {module_name}: {type(e).__name__}: {first_line(e)}") from None
+        places = ""
+        if isinstance(e, ModuleNotFoundError) and f"{module_name}.".startswith(f"{e.name}."):
+            places = (
+                f", looked for in {Path.cwd()}, PYTHONPATH ({os.environ.get('PYTHONPATH') or 'empty'}) and packages"
+            )
+        raise ConfigError(f"{key}: cannot import {module_name}: {type(e).__name__}: {first_line(e)}{places}") from None
     function = getattr(module, function_name, None)
     if not callable(function):
-        raise ConfigError(f"{key}: {module_name} has no function {function_name}")
+        raise ConfigError(f"{key}: {module_name} has no function {function_name}{_hint(module, function_name)}")
     return function
+
+
+def _hint(module: ModuleType, name: str) -> str:
+    """Returns which functions of a module may be meant by a name that it has not."""
+    own = [one for one, found in vars(module).items() if inspect.isfunction(found) and one[0] != "_"]
+    own = [one for one in own if getattr(module, one).__module__ == module.__name__]
+    if near := difflib.get_close_matches(name, own, 1):
+        return f", did you mean {near[0]}?"
+    return f"; it has {', '.join(own)}" if 0 < len(own) <= _FEW else ""
 
 
 def check_path(path: str, key: str) -> None:

@@ -9,6 +9,7 @@ import re
 import shutil
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -164,8 +165,9 @@ KEYS = {
     "rollout.workflow=mine:workflow": "rollout.workflow: mine:workflow is no `async def` function",
     "rollout.workflow=mine:two": "rollout.workflow: mine:two cannot be called with (episode): missing",
     "reward.function=mth": "did you mean 'math'?",
-    "reward.function=mine:scor": "reward.function: mine has no function scor",
-    "reward.function=nowhere:score": "reward.function: cannot import nowhere: ModuleNotFoundError",
+    "reward.function=mine:scor": "reward.function: mine has no function scor, did you mean score?",
+    "reward.function=nowhere:score": "reward.function: cannot import nowhere: ModuleNotFoundError: No module named "
+    "'nowhere', looked for in {here}, PYTHONPATH (",
     "reward.function=imports:score": "reward.function: cannot import imports: ModuleNotFoundError",
     "reward.function=wrong:score": "reward.function: cannot import wrong: SyntaxError: invalid syntax (wrong.py, ",
     "reward.function=mine.py:score": "mine.py:score names a file; name its module: mine:score",
@@ -283,7 +285,7 @@ KEYS = {
 @pytest.mark.parametrize("overrides", KEYS)
 def test_a_run_that_could_not_work(areal, overrides):
     code, error = areal("train", *given(*overrides.split()))
-    expect_one_line(code, error, KEYS[overrides])
+    expect_one_line(code, error, KEYS[overrides].replace("{here}", str(Path.cwd())))
 
 
 RESUMED = {

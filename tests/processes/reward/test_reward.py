@@ -273,7 +273,8 @@ def test_groups_are_shared_out_over_the_workers_in_order(user_function):
         ("nowhere:f", "cannot import nowhere: ModuleNotFoundError"),
         ("leaves:f", "cannot import leaves: SystemExit: 0"),
         ("long:f", "cannot import long: RuntimeError: one"),
-        ("my_rewards:missing", "my_rewards has no function missing"),
+        ("my_rewards:missing", "my_rewards has no function missing; it has by_answer"),
+        ("my_rewards:by_answr", "has no function by_answr, did you mean by_answer?"),
     ],
 )
 def test_a_function_that_cannot_be_loaded_is_named(user_function, name, problem):
