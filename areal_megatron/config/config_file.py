@@ -41,6 +41,7 @@ _FIELDS = {key: f for key, f, value in config_fields(_EVERY) if not isinstance(v
 _KEYS = "docs/keys.md"
 """Where all keys are told."""
 _EXAMPLE = "configs/tiny_cpu.yaml"
+_RUNS = Path(Config.runs_dir)
 _DATA = (".jsonl", ".parquet", ".arrow", ".csv")
 """Files that hold rows."""
 _LIST = "environments"
@@ -114,10 +115,36 @@ def load_run(folder: Path) -> Config:
 
 def no_run(folder: Path) -> ConfigError:
     """Returns the error for a folder of no run, or that is not there, with the nearest of a run."""
-    near = [run for run in names_like(folder) if (run / "config.yaml").exists()]
     place = "" if os.path.exists(folder) else f" (nothing is there, seen from {os.getcwd()})"
-    hint = f"did you mean {near[0]}?" if near else "give one such as runs/tiny"
-    return ConfigError(f"{folder} is no run folder{place}, {hint}")
+    return ConfigError(f"{folder} is no run folder{place}{_nearest_run(folder)}")
+
+
+def _nearest_run(folder: Path) -> str:
+    """Returns which run may be meant by the name of another folder, or which there are."""
+    if inner := _runs_in(folder):
+        return f"; it has {', '.join(map(str, inner))}"
+    seen = Path(os.path.relpath(folder))
+    in_runs = [_RUNS / seen] if len(seen.parts) == 1 else []
+    if near := [run for run in [*in_runs, *names_like(folder), *names_like(_RUNS / seen.name)] if _is_run(run)]:
+        return f", did you mean {near[0]}?"
+    for parent in folder.parents:
+        if _is_run(parent) and os.path.exists(parent / "incarnations"):  # others have a config.yaml of their own
+            return f", its run is {parent}"
+    newest = ", ".join(map(str, _runs_in(_RUNS)))
+    return f"; the newest here: {newest}" if newest else f", and {_RUNS} has none"
+
+
+def _runs_in(folder: Path) -> list[Path]:
+    """Returns the newest run folders in a folder, three at most."""
+    try:
+        found = [run for run in folder.iterdir() if _is_run(run)]
+        return sorted(found, key=lambda run: (run / "config.yaml").stat().st_mtime, reverse=True)[:3]
+    except OSError:
+        return []
+
+
+def _is_run(folder: Path) -> bool:
+    return os.path.exists(folder / "config.yaml")
 
 
 def options(given: list[str]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ Through the commands' own entries, in this process, so that all take seconds.
 
 import importlib
 import json
+import os
 import re
 import shutil
 import sys
@@ -364,7 +365,7 @@ COMMANDS = {
     "evaluate model d.jsonl --temperature 0 --n 4": "--temperature: 0 with --n 4: must be above 0, or 0 with --n 1",
     "evaluate model d.jsonl --reward mth": "--reward: 'mth' is no reward, expected math, choice, code",
     "status nowhere": "nowhere is no run folder",
-    "report nowhere": "), give one such as runs/tiny",
+    "report nowhere": "), and runs has none",
     "report": "error: areal report: run missing: usage: areal report",
     "audit nowhere": "nowhere is no run folder",
     "mirror there mlflow": "there is no run folder",
@@ -395,6 +396,29 @@ COMMANDS = {
 def test_a_command_that_could_not_work(areal, line):
     code, error = areal(*line.split())
     expect_one_line(code, error, COMMANDS[line])
+
+
+def test_what_is_no_run_folder_is_told_with_the_nearest_run(tmp_path, monkeypatch):
+    def said(name):
+        return str(config_file.no_run(Path(name))).partition(f"{name} is no run folder")[2]
+
+    monkeypatch.chdir(tmp_path)
+    nothing = f" (nothing is there, seen from {tmp_path})"
+    assert said("first") == f"{nothing}, and runs has none"
+    for age, name in enumerate(["first", "second", "third", "fourth"]):
+        (run := tmp_path / "runs" / name).mkdir(parents=True)
+        (run / "incarnations").mkdir()
+        (run / "config.yaml").write_text("")
+        os.utime(run / "config.yaml", (1000 - age, 1000 - age))
+    (tmp_path / "runs/first/checkpoints").mkdir()
+    assert said("runs") == "; it has runs/first, runs/second, runs/third"
+    assert said("first") == said("frst") == f"{nothing}, did you mean runs/first?"
+    assert said("runs/frst") == f"{nothing}, did you mean runs/first?"
+    assert said("runs/first/checkpoints") == ", its run is runs/first"
+    assert said("runs/second/checkpoints/version-000001") == f"{nothing}, its run is runs/second"
+    assert said("other") == f"{nothing}; the newest here: runs/first, runs/second, runs/third"
+    (tmp_path / "config.yaml").write_text("")
+    assert said(f"{tmp_path}/runs/other") == f"{nothing}; the newest here: runs/first, runs/second, runs/third"
 
 
 def expect_one_line(code, error, words):
