@@ -584,6 +584,8 @@ def main(arguments: list[str] | None = None) -> int:
     _silence_libraries()
     try:
         if not run_of(options):
+            if not options.data and not os.path.exists(options.model):
+                raise ConfigError(f"{config_file.no_run(Path(options.model))}; a model goes with DATA")
             if not options.data:
                 raise ConfigError("DATA missing: areal evaluate MODEL DATA; the folder of a run brings its own")
         elif options.base or options.adapters:

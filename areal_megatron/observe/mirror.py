@@ -187,11 +187,17 @@ def main(arguments: list[str] | None = None) -> int:
 def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = Parser("areal_megatron.observe.mirror", __doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="run folder, e.g. runs/demo")
-    parser.add_argument("tracker", choices=TRACKERS, help="where the metrics are shown")
+    parser.add_argument("tracker", type=_tracker, choices=TRACKERS, help="where the metrics are shown")
     parser.add_argument("--follow", action="store_true", help="go on until stdin ends, e.g. with Ctrl-D")
     parser.add_argument("--online", action="store_true", help="as track.online=true")
     parser.add_argument("--lease", type=int, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
+
+
+def _tracker(text: str) -> str:
+    if text not in TRACKERS and os.path.isdir(text):
+        raise argparse.ArgumentTypeError(f"{text} is a folder: the run goes first, the tracker second")
+    return text
 
 
 if __name__ == "__main__":

@@ -47,7 +47,8 @@ class Parser(argparse.ArgumentParser):
         told = message
         if message.startswith(_REQUIRED):
             lacking = [name for name in message.removeprefix(_REQUIRED).split(", ") if name != "key=value"]
-            told = f"{' and '.join(lacking)} missing: {_lines(self.format_usage())}"
+            named, has_options = " and ".join(lacking), any(name.startswith("-") for name in lacking)
+            told = f"{f'{named} missing:' if has_options else f'which {named}?'} {_lines(self.format_usage())}"
         if found := _NO_NUMBER.fullmatch(message):
             told = f"{found[1]}: expected {_NUMBERS[found[2]]}, is {found[3]}"
         if message.startswith(_UNKNOWN):

@@ -312,7 +312,7 @@ def test_a_run_that_could_not_go_on(areal, keys, dry):
 
 
 COMMANDS = {
-    "train": "error: areal train: config missing: usage: areal train",
+    "train": "error: areal train: which config? usage: areal train",
     "train ppo.yml": "ppo.yml: cannot read the config: No such file or directory, did you mean ppo.yaml?",
     "train ppo.yaml --lr 1e-5": "no option --lr; keys of the config are given without dashes: optimizer.lr=1e-5",
     "train ppo.yaml --num-generations=8": "are given without dashes: rollout.group_size=8",
@@ -366,7 +366,13 @@ COMMANDS = {
     "evaluate model d.jsonl --reward mth": "--reward: 'mth' is no reward, expected math, choice, code",
     "status nowhere": "nowhere is no run folder",
     "report nowhere": "), and runs has none",
-    "report": "error: areal report: run missing: usage: areal report",
+    "report": "error: areal report: which run? usage: areal report",
+    "plan": "error: areal plan: --nodes and --gpus missing: usage: areal plan",
+    "engines drain engine-0 begun": "engine-0 is no run folder, which goes first: drain begun …",
+    "mirror wandb begun": "areal mirror: tracker: begun is a folder: the run goes first, the tracker second",
+    "convert to-hf new begun": "new is not there, and begun is: what is read goes first, the new folder second",
+    "convert from-peft new diverged": "new is not there, and diverged is: what is read goes first",
+    "evaluate runs/nope": "error: runs/nope is no run folder (nothing is there, seen from ",
     "audit nowhere": "nowhere is no run folder",
     "mirror there mlflow": "there is no run folder",
     "evaluate there d.jsonl --max-new-tokens 8": "there/config.json: No such file or directory; give a model's folder",
