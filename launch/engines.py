@@ -81,7 +81,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     run = RunFolder(options.run)
     try:
-        if options.action == "drain" and not options.run.exists() and os.path.exists(options.engines[-1]):
+        if options.action == "drain" and not os.path.exists(options.run) and os.path.exists(options.engines[-1]):
             raise ConfigError(f"{options.run} is no run folder, which goes first: drain {options.engines[-1]} …")
         check_running(run)
         config = config_file.load(run.config)

@@ -37,6 +37,8 @@ _GSM8K = "#### "
 _DEEPSEEK = ("<｜User｜>", "<｜Assistant｜>", "<think>")
 """What AReaL's prompts have of the chat template of DeepSeek's models; the template of the model takes its place."""
 _CODEFORCES = {"input_format": "Input", "output_format": "Output"}
+_GUIDES = "docs/data.md, docs/supervised.md"
+"""What rows may hold, of RL and of supervised modes."""
 _ALSO_CALLED = {
     "prompt": ("question", "question_text", "instruction", "input", "query", "text"),
     "answer": ("target", "label", "solution", "ground_truth", "output", "gold", "response", "completion"),
@@ -483,7 +485,7 @@ def _names(row: Row) -> str:
 
 
 def _missing(row: Row, name: str, hint: str, where: str) -> ConfigError:
-    return ConfigError(f"{where}: field {name!r} is missing, found {_names(row)}{hint} (docs/data.md#formats)")
+    return ConfigError(f"{where}: field {name!r} is missing, found {_names(row)}{hint} ({_GUIDES})")
 
 
 def _renaming(row: Row, name: str) -> str:

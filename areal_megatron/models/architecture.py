@@ -194,9 +194,10 @@ def read_whole_config(path: str | Path) -> dict[str, Any]:
     try:
         return read_object(file)
     except OSError as e:
-        inside = next(Path(path).glob("*/config.json"), None)
-        such = f", such as {inside.parent}" if inside else ""
-        hint = f"; give a model's folder{such}" if isinstance(e, FileNotFoundError) else ""
+        hint = ""
+        if isinstance(e, FileNotFoundError):
+            inside = next(Path(path).glob("*/config.json"), None)
+            hint = "; give a model's folder" + (f", such as {inside.parent}" if inside else "")
         raise ConfigError(f"model.path: cannot read {file}: {e.strerror}{hint}") from None
     except ValueError as e:
         raise ConfigError(f"model.path: {file} {e}") from None

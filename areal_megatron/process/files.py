@@ -189,7 +189,7 @@ def names_like(path: Path) -> list[Path]:
         there = os.listdir(path.parent)
     except FileNotFoundError:
         inside = [folder / path.name for folder in names_like(path.parent)]
-        return [like for moved in inside for like in ([moved] if moved.exists() else names_like(moved))]
+        return [like for moved in inside for like in ([moved] if os.path.exists(moved) else names_like(moved))]
     except OSError:
         return []
     near = difflib.get_close_matches(path.name, [name for name in there if name != path.name], 3, 0.7)

@@ -132,7 +132,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     if not 0 < options.shard_gb * 2**30 < math.inf:
         parser.error(f"--shard-gb: must be a finite number above 0, is {options.shard_gb}")
     read = getattr(options, "checkpoint", None) or getattr(options, "peft_dir", None)
-    if read and not read.exists() and options.out.is_dir():
+    if read and not os.path.exists(read) and os.path.isdir(options.out):
         parser.error(f"{read} is not there, and {options.out} is: what is read goes first, the new folder second")
     return options
 

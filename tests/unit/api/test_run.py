@@ -21,7 +21,7 @@ CONFIG = "configs/tiny_sft.yaml"
     [
         ("updates", "many", "updates: Value 'many' of type 'str'"),
         ("optimizer.lr", [1], r"optimizer\.lr: Value '\[1\]' of type 'list'"),
-        ("optimizer.lr", -1.0, r"optimizer\.lr: must be a number, at least 0, is -1\.0$"),
+        ("optimizer.lr", -1.0, r"optimizer\.lr: must be a number, at least 0 and at most 1, is -1\.0$"),
         ("environments", [3], r"environments\.0: Invalid type assigned"),
     ],
 )
